@@ -1,0 +1,1 @@
+"""Capture, matching and rewriting: everything that touches FX graphs."""

@@ -1,0 +1,1 @@
+"""Test suite; its folders mirror the packages."""

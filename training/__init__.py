@@ -1,0 +1,1 @@
+"""Router training: relaxation, constraint, trainer, tasks, data, baselines and plots."""
