@@ -123,6 +123,8 @@ def pool_update(
     Raises:
         TypeError: ``key_mask`` is not bool.
     """
+    if keys.shape[2] == 1:
+        return _pool_update_one(state, keys, start, end, key_mask)
     pool_tokens = state.tail_keys.shape[2]
     device = keys.device
     columns, valid, total = _ends(keys, start, end, key_mask, pool_tokens)
@@ -146,7 +148,39 @@ def pool_update(
     tail_mask = from_chunk | (old_mask & (old_place < pool_tokens))
     source = torch.where(from_chunk, place + pool_tokens, old_place.clamp(max=pool_tokens - 1))
     both = torch.cat([state.tail_keys, last.to(state.tail_keys.dtype)], dim=2)
-    return PoolState(state.head_sum + added, head_count, _pick(both, source), tail_mask)
+    # Contiguous as at the start: a change of strides would compile the next call anew.
+    tail_keys = _pick(both, source).contiguous()
+    return PoolState(state.head_sum + added, head_count, tail_keys, tail_mask)
+
+
+def _pool_update_one(
+    state: PoolState,
+    key: Tensor,
+    start: Tensor | None,
+    end: Tensor | None,
+    key_mask: Tensor | None,
+) -> PoolState:
+    """``pool_update`` for one token, which every decode step pays for."""
+    pool_tokens = state.tail_keys.shape[2]
+    real = torch.ones_like(state.head_count, dtype=torch.bool)
+    if start is not None:
+        real = real & (start <= 0)
+    if end is not None:
+        real = real & (end >= 1)
+    if key_mask is not None:
+        _check_key_mask(key_mask)
+        real = real & key_mask[:, 0]
+    to_head = real & (state.head_count < pool_tokens)
+    to_tail = (real & (state.head_count >= pool_tokens))[:, None]
+    token = key[:, :, 0].to(state.head_sum.dtype)
+    shifted_keys = torch.cat([state.tail_keys[:, :, 1:], key.to(state.tail_keys.dtype)], dim=2)
+    shifted_mask = torch.cat([state.tail_mask[:, 1:], to_tail], dim=1)
+    return PoolState(
+        state.head_sum + torch.where(to_head[:, None, None], token, 0.0),
+        state.head_count + to_head,
+        torch.where(to_tail[:, :, None, None], shifted_keys, state.tail_keys),
+        torch.where(to_tail, shifted_mask, state.tail_mask),
+    )
 
 
 def pool_read(state: PoolState) -> Tensor:
@@ -179,11 +213,6 @@ def _ends(
         i-th real token, in the second half place P-1 is the last one.
     """
     _check_pool_tokens(pool_tokens)
-    if key_mask is not None and key_mask.dtype != torch.bool:
-        raise TypeError(
-            f"key_mask must be bool with True = real, not {key_mask.dtype}; convert a 0/1 padding "
-            "mask with .bool()"
-        )
     batch, length, device = keys.shape[0], keys.shape[2], keys.device
     place = torch.arange(pool_tokens, device=device)
     if start is None:
@@ -200,6 +229,7 @@ def _ends(
         first = low[:, None] + place
         last = high[:, None] - pool_tokens + place
     else:
+        _check_key_mask(key_mask)
         position = torch.arange(length, device=device)
         real = key_mask & (position >= low[:, None]) & (position < high[:, None])
         rank = real.to(torch.int64).cumsum(1)
@@ -220,6 +250,14 @@ def _check_pool_tokens(pool_tokens: int) -> None:
         raise ValueError(f"pool_tokens is {pool_tokens}; allowed: 1 or more")
 
 
+def _check_key_mask(key_mask: Tensor) -> None:
+    if key_mask.dtype != torch.bool:
+        raise TypeError(
+            f"key_mask must be bool with True = real, not {key_mask.dtype}; convert a 0/1 padding "
+            "mask with .bool()"
+        )
+
+
 def _columns_by_rank(real: Tensor, slot: Tensor, position: Tensor, slots: int) -> Tensor:
     """Column of the real token that belongs in each slot, int64 [B, slots]; 0 where there is none.
 
@@ -234,8 +272,9 @@ def _columns_by_rank(real: Tensor, slot: Tensor, position: Tensor, slots: int) -
 
 def _pick(keys: Tensor, columns: Tensor) -> Tensor:
     """Columns [B, N] of keys [B, H, S, D], as [B, H, N, D]."""
-    index = columns[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
-    return keys.gather(2, index)
+    # Indexing tokens copies them whole; `gather` would go element by element.
+    sample = torch.arange(keys.shape[0], device=keys.device)[:, None]
+    return keys.transpose(1, 2)[sample, columns].transpose(1, 2)
 
 
 class AttentionRouter(nn.Module):

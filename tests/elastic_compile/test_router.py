@@ -184,6 +184,7 @@ def test_pooling_does_not_wait_for_the_device():
     mask = torch.empty(2, 40, dtype=torch.bool, device="meta")
     assert boundary_pool(keys, start, start, mask).shape == (2, 3, 8)
     state = pool_update(pool_start(keys), keys, start, start, mask)
+    state = pool_update(state, keys[:, :, :1], start, start, mask[:, :1])
     assert pool_read(state).shape == (2, 3, 8)
 
 
@@ -242,14 +243,28 @@ def test_any_chunking_pools_as_one_shot(case):
     torch.testing.assert_close(pool_read(state), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_pool_state_has_fixed_shapes_and_leaves_its_input_alone():
+@pytest.mark.parametrize("pool_tokens", [1, 3, 20])
+def test_token_by_token_pools_as_one_shot(pool_tokens):
+    keys = torch.randn(3, 2, 24, 4)
+    start, end = torch.tensor([0, 5, 24]), torch.tensor([24, 20, 24])
+    mask = torch.rand(3, 24) < 0.7
+    keys = torch.where(mask[:, None, :, None], keys, math.nan)
+    state = pool_start(keys, pool_tokens)
+    for j in range(24):
+        state = pool_update(state, keys[:, :, j : j + 1], start - j, end - j, mask[:, j : j + 1])
+        one_shot = boundary_pool(keys[:, :, : j + 1], start, end, mask[:, : j + 1], pool_tokens)
+        torch.testing.assert_close(pool_read(state), one_shot)
+
+
+@pytest.mark.parametrize("length", [1, 25])
+def test_pool_state_has_fixed_shapes_and_leaves_its_input_alone(length):
     keys = torch.randn(2, 3, 25, 4, dtype=torch.bfloat16)
     state = pool_start(keys, 8)
     before = [tensor.clone() for tensor in state]
-    after = pool_update(state, keys)
+    after = pool_update(state, keys[:, :, :length])
     for name, old, kept, new in zip(PoolState._fields, state, before, after, strict=True):
         assert torch.equal(old, kept), name
-        assert (old.shape, old.dtype) == (new.shape, new.dtype), name
+        assert (old.shape, old.dtype, old.stride()) == (new.shape, new.dtype, new.stride()), name
         assert new.shape[0] == 2, name
     assert after.head_sum.dtype == torch.float32
 
