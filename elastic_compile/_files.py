@@ -40,6 +40,11 @@ def _umask() -> int:
     return mask
 
 
+def dump_json(value: Any) -> bytes:
+    """The bytes of a JSON file: indented, keys in their order, a final newline."""
+    return (json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n").encode()
+
+
 def read_json(path: str | os.PathLike[str]) -> Any:
     """Read a JSON file as ``parse_json`` does.
 

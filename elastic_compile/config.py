@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from elastic_compile._files import parse_json, read_json, write_atomic
+from elastic_compile._files import dump_json, parse_json, read_json, write_atomic
 
 CONFIG_VERSION = 1
 """Version of the field set below; raised when a field is added, removed or changes meaning."""
@@ -124,7 +124,7 @@ class ElasticConfig:
         Args:
             path: Target file; an existing one is replaced.
         """
-        write_atomic(path, (self.to_json() + "\n").encode())
+        write_atomic(path, dump_json(self.to_dict()))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "ElasticConfig":
