@@ -1,0 +1,371 @@
+"""The public functions: transform a model, look at it, steer its routes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic_compile import _runtime, _state
+from elastic_compile._report import Report
+from elastic_compile._site import ASK_ROUTER, ElasticSite
+from elastic_compile.config import ElasticConfig
+from elastic_compile.kernels import _counters
+
+logger = logging.getLogger("elastic_compile")
+
+Routes = str | Tensor | Sequence[Tensor]
+
+
+def transform(
+    model: nn.Module,
+    config: ElasticConfig | None = None,
+    *,
+    router: str | os.PathLike[str] | None = None,
+    example_inputs: Any = None,
+    allow_unrewritten: bool = False,
+) -> nn.Module:
+    """Give every causal attention site of ``model`` a router and routed attention, in place.
+
+    The model runs on a few tokens, each attention module that it reaches is captured as an FX
+    graph, rewritten, installed and compared with the original. Without a trained router every
+    head is full and the model computes what it computed before. For a compiled model use
+    ``torch.compile(model)`` (compiles calls of the model) or, for ``generate``,
+    ``model.compile()``.
+
+    Args:
+        model: A Hugging Face decoder, or any module that calls ``scaled_dot_product_attention``
+            causally (then with ``example_inputs``). On the meta device sites are found and
+            rewritten but cannot be checked.
+        config: Sink, window and router settings; None: the defaults, or the router's own.
+        router: Folder of a trained router (``save_router``), loaded after the rewrite.
+        example_inputs: Inputs of one forward call, a dict of keyword arguments or a tuple of
+            positional ones, with at least 3 rows and 13 tokens; None: token ids are made up.
+        allow_unrewritten: Return the model although no site could be rewritten.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ValueError: The model is transformed already; no site can be rewritten (with every
+            site's reason); the router is another model's; ``config`` and the router disagree.
+        RuntimeError: The transformed model does not compute what the model computed.
+        Any error leaves the model as it was.
+    """
+    from elastic_compile._checkpoint import load_router, read_router_config
+    from elastic_compile.passes import pipeline
+
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+        raise ValueError("transform the model first, then compile it")
+    if _state.owner(model) is not None:
+        raise ValueError(
+            "this model is transformed already; elastic_compile.restore(model) undoes that"
+        )
+    if config is not None and not isinstance(config, ElasticConfig):
+        raise TypeError(f"config must be an ElasticConfig, not {type(config).__name__}")
+    if router is not None:
+        trained = read_router_config(router)
+        if config is not None and config.differences(trained):
+            pairs = ", ".join(
+                f"{name} {ours!r} (the router: {theirs!r})"
+                for name, (ours, theirs) in config.differences(trained).items()
+            )
+            raise ValueError(
+                f"config and the router in {os.fspath(router)!r} disagree: {pairs}; leave config "
+                "out to use the router's own"
+            )
+        config = trained
+    report_ = pipeline.transform(model, config or ElasticConfig(), example_inputs, allow_unrewritten)
+    if router is not None:
+        try:
+            load_router(model, router)
+        except BaseException:
+            pipeline.remove(model)
+            raise
+    logger.info("%s", report_.summary())
+    return model
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Undo :func:`transform` bit for bit: code, configuration, parameters, hooks.
+
+    Args:
+        model: A transformed model (not wrapped by ``torch.compile``).
+
+    Returns:
+        The same object. Routers that were not saved are gone.
+
+    Raises:
+        ValueError: The model is not transformed.
+    """
+    from elastic_compile.passes import pipeline
+
+    _state.get_state(model)
+    base = _state.owner(model)
+    assert base is not None
+    pipeline.remove(base)
+    return model
+
+
+def is_transformed(model: nn.Module) -> bool:
+    """Whether ``model`` (or what ``torch.compile`` or PEFT wrapped in it) is transformed."""
+    return _state.owner(model) is not None
+
+
+def report(model: nn.Module) -> Report:
+    """What became of every attention site; prints as a table.
+
+    Args:
+        model: A transformed model.
+
+    Returns:
+        ``.sites``: one :class:`SiteReport` a site, in module order.
+
+    Raises:
+        ValueError: The model is not transformed.
+    """
+    return _state.get_state(model).report
+
+
+def _sites(model: nn.Module) -> list[ElasticSite]:
+    return [site for _, site in _state.rewritten_sites(model)]
+
+
+@contextlib.contextmanager
+def force_routes(model: nn.Module, routes: Routes) -> Iterator[None]:
+    """Decide the routes by hand for the calls inside the ``with`` block.
+
+    One table for all samples is data: a compiled model does not compile again. A table per
+    sample has another shape and may. Routes that a call stores with its KV cache stay there.
+
+    Args:
+        model: A transformed model.
+        routes: ``"full"``, ``"sparse"``, an integer tensor [layers, kv heads] or [batch, layers,
+            kv heads] (0 full, 1 sparse, -1 ask the router), or, where kv heads differ by layer, a
+            list of one tensor [kv heads] or [batch, kv heads] a layer. Layers are the rewritten
+            sites in module order.
+
+    Raises:
+        ValueError: The model is not transformed, or the shape or a value does not fit.
+    """
+    sites = _sites(model)
+    tables = _tables(sites, routes)
+    saved = [(site.forced, site.forced.clone()) for site in sites]
+    try:
+        for site, table in zip(sites, tables, strict=True):
+            # In place where the shape is the usual one: graphs (CUDA graphs too) see the change.
+            if table.shape[0] == 1:
+                site.forced.copy_(table)
+            else:
+                site.forced = table
+        yield
+    finally:
+        for site, (buffer, value) in zip(sites, saved, strict=True):
+            site.forced = buffer
+            buffer.copy_(value)
+
+
+def _tables(sites: list[ElasticSite], routes: Routes) -> list[Tensor]:
+    """One int32 table [1 or batch, kv heads] a site, on its device."""
+    if isinstance(routes, str):
+        if routes not in ("full", "sparse"):
+            raise ValueError(f'routes is {routes!r}; allowed words: "full", "sparse"')
+        value = int(routes == "sparse")
+        return [torch.full_like(site.forced[:1], value) for site in sites]
+    if isinstance(routes, Tensor):
+        if routes.dim() not in (2, 3) or routes.shape[-2] != len(sites):
+            raise ValueError(
+                f"routes has shape {list(routes.shape)}, not [layers, kv heads] or [batch, "
+                f"layers, kv heads] with {len(sites)} layers (the rewritten sites)"
+            )
+        rows = list(routes.unbind(-2))
+    else:
+        rows = list(routes)
+        if len(rows) != len(sites):
+            raise ValueError(f"routes has {len(rows)} layers, the model {len(sites)}")
+    tables = []
+    for layer, (site, row) in enumerate(zip(sites, rows, strict=True)):
+        row = torch.as_tensor(row)
+        if row.is_floating_point() or row.dtype == torch.bool or row.is_complex():
+            raise ValueError(f"routes must be integers, not {row.dtype}")
+        if row.shape[-1] != site.kv_heads or row.dim() not in (1, 2):
+            raise ValueError(
+                f"routes of layer {layer} have shape {list(row.shape)}; it has {site.kv_heads} "
+                "kv heads"
+            )
+        if not bool(((row >= ASK_ROUTER) & (row <= 1)).all()):
+            raise ValueError("routes are 0 (full), 1 (sparse) or -1 (ask the router)")
+        table = row.to(device=site.forced.device, dtype=torch.int32)
+        tables.append(table if table.dim() == 2 else table[None])
+    return tables
+
+
+@contextlib.contextmanager
+def route_length(model: nn.Module, lengths: Tensor | None) -> Iterator[None]:
+    """Hide everything from ``lengths`` on from the routers, for the calls inside the block.
+
+    In training and evaluation a row holds prompt and answer; the router must see the prompt only.
+
+    Args:
+        model: A transformed model.
+        lengths: int [B], for every row the exclusive column up to which its router may look,
+            counted from the first cached token; None lifts the limit.
+
+    Raises:
+        ValueError: The model is not transformed, or ``lengths`` is no integer vector.
+    """
+    _state.get_state(model)
+    if lengths is not None and (lengths.dim() != 1 or lengths.is_floating_point()):
+        raise ValueError(f"lengths must be an int tensor [B], not {list(lengths.shape)}")
+    previous = _state.set_route_length(lengths)
+    try:
+        yield
+    finally:
+        _state.set_route_length(previous)
+
+
+def _cache_layers(cache: Any) -> list[Any]:
+    layers = [
+        layer
+        for layer in _runtime._self_attention(cache).layers
+        if getattr(layer, _runtime.ROUTE, None) is not None
+    ]
+    if not layers:
+        raise ValueError(
+            "this cache holds no routes: no transformed model has filled it with a call of more "
+            "than one token"
+        )
+    return layers
+
+
+def _stack(routes: list[Tensor]) -> Tensor | list[Tensor]:
+    if len({tuple(r.shape) for r in routes}) == 1 and len({r.device for r in routes}) == 1:
+        return torch.stack(routes, 1)
+    return routes
+
+
+def last_routes(model_or_cache: Any) -> Tensor | list[Tensor]:
+    """The routes of a model's last call in this thread, or those stored with a cache.
+
+    A compiled call, or one in another thread, is seen through its cache only.
+
+    Args:
+        model_or_cache: A transformed model, or a KV cache that one has filled.
+
+    Returns:
+        int32 [batch, layers, kv heads], 0 full, 1 sparse; a list of [batch, kv heads] where kv
+        heads (or devices) differ by layer. Layers are the rewritten sites in module order.
+
+    Raises:
+        ValueError: There are none: not transformed, not called yet, or an empty cache.
+    """
+    if not isinstance(model_or_cache, nn.Module):
+        return _stack([getattr(x, _runtime.ROUTE) for x in _cache_layers(model_or_cache)])
+    return _stack([call.route for call in _last_calls(model_or_cache)])
+
+
+def _last_calls(model: nn.Module) -> list[_state.LastCall]:
+    calls = [_state.last_call(site) for site in _sites(model)]
+    if not calls or any(call is None for call in calls):
+        raise ValueError(
+            "this thread has made no eager call of the model yet; routes of compiled calls are "
+            "read from the KV cache: last_routes(cache)"
+        )
+    return [call for call in calls if call is not None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sparsity:
+    """How sparse a call was (paper section 2)."""
+
+    msr: float
+    """Ω_MSR: share of (sample, layer, kv head) routed sparse."""
+    esr: float
+    """Ω_ESR: mean share of causal query-key pairs that heads skip, over the whole sequence."""
+    msr_per_layer: tuple[float, ...]
+    esr_per_layer: tuple[float, ...]
+
+    def __str__(self) -> str:
+        return f"Ω_MSR {self.msr:.3f}, Ω_ESR {self.esr:.3f}"
+
+
+def pruned_share(length: int, sink: int, local: int) -> float:
+    """Share of the causal query-key pairs of ``length`` tokens that a streaming head skips.
+
+    Query p sees min(p + 1, sink + local) keys; a full head sees p + 1.
+    """
+    pairs = length * (length + 1) // 2
+    reach = min(length, sink + local)
+    seen = reach * (reach + 1) // 2 + (length - reach) * (sink + local)
+    return 1 - seen / pairs if pairs else 0.0
+
+
+def sparsity(
+    model_or_cache: Any, *, lengths: Tensor | None = None, config: ElasticConfig | None = None
+) -> Sparsity:
+    """Ω_MSR and Ω_ESR of a model's last call in this thread, or of the sequences in a cache.
+
+    Args:
+        model_or_cache: A transformed model, or a KV cache that one has filled.
+        lengths: Real tokens of every sample, int [B]. None: of the model's last call, padding
+            left out; of a cache, its filled length (a cache does not know of padding).
+        config: For a cache: the sink and window of its model; None: the defaults.
+
+    Returns:
+        Both ratios per layer and overall.
+
+    Raises:
+        ValueError: As for :func:`last_routes`.
+    """
+    if isinstance(model_or_cache, nn.Module):
+        calls = _last_calls(model_or_cache)
+        config = _state.get_state(model_or_cache).config
+        routes = [call.route for call in calls]
+        if lengths is None:
+            total = int(calls[0].kv_length)
+            start = calls[0].start
+            lengths = torch.full((routes[0].shape[0],), total)
+            if start is not None:
+                lengths = lengths - start.cpu()
+    else:
+        layers = _cache_layers(model_or_cache)
+        config = config or ElasticConfig()
+        routes = [getattr(layer, _runtime.ROUTE) for layer in layers]
+        if lengths is None:
+            lengths = torch.full((routes[0].shape[0],), int(layers[0].get_seq_length()))
+    pruned = torch.tensor(
+        [pruned_share(int(n), config.sink, config.local) for n in lengths], dtype=torch.float64
+    )
+    shares = [route.detach().cpu().double() for route in routes]
+    msr = tuple(float(share.mean()) for share in shares)
+    esr = tuple(float((share * pruned[:, None]).mean()) for share in shares)
+    heads = torch.tensor([share.numel() for share in shares], dtype=torch.float64)
+    weights = heads / heads.sum()
+    return Sparsity(
+        float((torch.tensor(msr, dtype=torch.float64) * weights).sum()),
+        float((torch.tensor(esr, dtype=torch.float64) * weights).sum()),
+        msr,
+        esr,
+    )
+
+
+def counters(*, reset: bool = False) -> dict[str, dict[str, int]]:
+    """Op calls by implementation and fallbacks by reason, of this process so far.
+
+    Args:
+        reset: Start again from zero after reading.
+
+    Returns:
+        ``{"calls": {implementation: n}, "backward": {…}, "fallbacks": {reason: n}}``. Compiled
+        graphs count too; replays of a CUDA graph do not.
+    """
+    counts = _counters.snapshot()
+    if reset:
+        _counters.reset()
+    return counts

@@ -1,0 +1,281 @@
+"""What rewritten graphs call.
+
+Plain functions of tensors and the site's ``elastic_router``: Dynamo inlines them, so a compiled
+model has no call of ours but the attention op. No function reads a tensor's value on the host,
+and none branches on one: lengths may be tensors (static caches) or integers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elastic_compile import _state
+from elastic_compile._masks import fit_mask, unpadded_marker
+from elastic_compile._site import ElasticSite
+from elastic_compile.kernels import ops
+from elastic_compile.router import PoolState, boundary_pool, decide, pool_read, pool_start
+from elastic_compile.router import pool_update as pool_add
+
+Length = int | Tensor
+
+ROUTE = "elastic_route"
+"""Attribute of a cache layer that holds its routes, int32 [B, kv heads]."""
+POOL = ("elastic_pool_sum", "elastic_pool_count", "elastic_pool_tail", "elastic_pool_mask")
+"""Attributes of a cache layer that hold the running pool of ``reroute="each_call"``."""
+
+
+def _self_attention(cache: Any) -> Any:
+    # Encoder-decoder caches hold one cache a side; decoders cache in the first.
+    return getattr(cache, "self_attention_cache", cache)
+
+
+def _layer(site: ElasticSite, cache: Any) -> Any:
+    """The site's layer of the cache, or None before the cache has one."""
+    layers = _self_attention(cache).layers
+    return layers[site.layer_idx] if site.layer_idx < len(layers) else None
+
+
+def unpadded(inputs: Tensor) -> Tensor:
+    """The mask that says of ``inputs`` [B, S, …] that nothing is padded, bool [B, S]."""
+    return unpadded_marker(inputs.shape[0], inputs.shape[1], inputs.device)
+
+
+def past_length(site: ElasticSite, cache: Any) -> Length:
+    """Tokens in the cache before this call: an int, or a 0-d tensor for static caches."""
+    if cache is None:
+        return 0
+    past = _self_attention(cache).get_seq_length(site.layer_idx)
+    # A static layer hands out its live counter, which the update moves.
+    return past.clone() if isinstance(past, Tensor) else past
+
+
+def route(
+    site: ElasticSite, tap: Tensor, mask: Tensor | None, cache: Any, past: Length
+) -> Tensor:
+    """Routes of a call: stored with the cache, decided by the router, or forced.
+
+    Args:
+        site: The site's router.
+        tap: Key hidden states before rotary embedding, [B, H, S, D].
+        mask: 2-D padding mask [B, T] (True = real), a caller's 4-D mask (routes then see every
+            token), or None.
+        cache: The KV cache or None.
+        past: Tokens in the cache before this call.
+
+    Returns:
+        int32 [B, H]: 0 full, 1 sparse. While training with a relaxation: float [B, H].
+    """
+    batch, length = tap.shape[0], tap.shape[2]
+    layer = None if cache is None else _layer(site, cache)
+    stored = None if layer is None else getattr(layer, ROUTE, None)
+    if stored is not None and stored.shape[0] != batch:
+        raise ValueError(
+            f"the cache holds the routes of {stored.shape[0]} sequences but the call has {batch}: "
+            "expand or select the cache with its own methods before calling the model"
+        )
+    if cache is not None and length == 1:
+        # One token never decides: it has the stored routes, or is full.
+        decided = torch.zeros(batch, site.kv_heads, dtype=torch.int32, device=tap.device)
+        if stored is not None:
+            decided = torch.where(past == 0, decided, stored) if _is_tensor(past) else stored
+    elif stored is not None and site.reroute == "first" and not _is_tensor(past) and past > 0:
+        decided = stored
+    else:
+        pooled = _pooled(site, tap, mask, layer, past)
+        logits = site(pooled)
+        if site.relaxation is not None and site.training:
+            return site.relaxation(site, logits)
+        decided = decide(logits, site.route_bias)
+        if stored is not None and site.reroute == "first" and _is_tensor(past):
+            # A reset static cache starts a new sequence; otherwise the first call has decided.
+            decided = torch.where(past == 0, decided, stored)
+    return torch.where(site.forced >= 0, site.forced, decided)
+
+
+def _is_tensor(past: Length) -> bool:
+    return isinstance(past, Tensor)
+
+
+def _new_columns(mask: Tensor | None, past: Length, length: int) -> Tensor | None:
+    """The part of a padding mask that belongs to the tokens of this call, bool [B, S]."""
+    if mask is None or mask.dim() != 2:
+        return None
+    mask = mask.to(torch.bool)
+    if isinstance(past, Tensor):
+        columns = past + torch.arange(length, device=mask.device)
+        return mask.index_select(1, columns)
+    return fit_mask(mask, past + length)[:, past:]
+
+
+def _pooled(
+    site: ElasticSite, tap: Tensor, mask: Tensor | None, layer: Any, past: Length
+) -> Tensor:
+    length = tap.shape[2]
+    key_mask = _new_columns(mask, past, length)
+    limit = _state.route_length()
+    end = None if limit is None else (limit.to(tap.device) - past).clamp(min=0)
+    if site.reroute == "first" or layer is None:
+        return boundary_pool(tap, None, end, key_mask, site.pool_tokens)
+    state = _stored_pool(layer)
+    empty = pool_start(tap, site.pool_tokens)
+    if state is None:
+        state = empty
+    elif isinstance(past, Tensor):
+        state = PoolState(*(torch.where(past == 0, e, s) for e, s in zip(empty, state)))
+    elif past == 0:
+        state = empty
+    state = pool_add(state, tap, None, end, key_mask)
+    for name, tensor in zip(POOL, state):
+        setattr(layer, name, tensor)
+    return pool_read(state)
+
+
+def _stored_pool(layer: Any) -> PoolState | None:
+    if getattr(layer, POOL[0], None) is None:
+        return None
+    return PoolState(*(getattr(layer, name) for name in POOL))
+
+
+def cache_update(
+    site: ElasticSite,
+    cache: Any,
+    key: Tensor,
+    value: Tensor,
+    route: Tensor,
+    kwargs: dict[str, Any] | None,
+) -> tuple[Tensor, Tensor]:
+    """``cache.update`` as the module calls it; the routes are stored with the layer.
+
+    Args:
+        site: The site's router.
+        cache: The KV cache, or None: nothing is cached.
+        key: New keys [B, H, S, D].
+        value: New values [B, H, S, Dv].
+        route: Routes of this call, [B, H].
+        kwargs: The module's extra keyword arguments, which newer transformers hand on.
+
+    Returns:
+        Keys [B, H, T, D] and values [B, H, T, Dv] to attend to.
+    """
+    if cache is None:
+        return key, value
+    if torch.compiler.is_compiling():
+        # Concatenation keeps a transposed layout, on which Dynamo would guard: one more graph.
+        key, value = key.contiguous(), value.contiguous()
+    decided = key.shape[2] > 1
+    cache = _self_attention(cache)
+    if kwargs is None:
+        keys, values = cache.update(key, value, site.layer_idx)
+    else:
+        keys, values = cache.update(key, value, site.layer_idx, kwargs=kwargs)
+    layer = cache.layers[site.layer_idx]
+    if decided or getattr(layer, ROUTE, None) is not None:
+        setattr(layer, ROUTE, route)
+    return keys, values
+
+
+def attention(
+    site: ElasticSite,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    route: Tensor,
+    mask: Tensor | None,
+    past: Length,
+    scale: float | Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Routed attention of one site.
+
+    Args:
+        site: The site's router.
+        query: [B, Hq, S, D].
+        key: [B, H, T, D] with T >= past + S; what lies beyond is an unfilled static cache.
+        value: [B, H, T, Dv].
+        route: int32 [B, H].
+        mask: None, the 2-D padding mask [B, M], or a caller's 4-D mask (bool or additive), which
+            is honoured with every head full and counted as a fallback.
+        past: Tokens in the cache before this call.
+        scale: Factor on the scores; None: D ** -0.5.
+        softcap: Scores become c * tanh(score / c).
+        sinks: Learned sink logits [Hq].
+
+    Returns:
+        [B, Hq, S, Dv] in the query's dtype.
+    """
+    query, key, value = _autocast(query, key, value)
+    length = query.shape[2]
+    dropout = site.attention_dropout if site.training else 0.0
+    seed = None
+    if dropout:
+        seed = torch.randint(0, 2**62, (), dtype=torch.int64, device=query.device)
+    if mask is not None and mask.dim() == 4:
+        if mask.shape[-1] != key.shape[2]:
+            key, value = key[:, :, : mask.shape[-1]], value[:, :, : mask.shape[-1]]
+        if not torch.compiler.is_compiling():
+            _state.remember(site, torch.zeros_like(route), past + length, None)
+        return ops.exact_attention(
+            query,
+            key,
+            value,
+            mask,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            dropout_p=dropout,
+            dropout_seed=seed,
+            reason="a 4-D mask that is not causal and padding alone",
+        )[0]
+    kv_len: Tensor | None = None
+    if isinstance(past, Tensor):
+        kv_len = past + length
+    else:
+        # A static cache hands back its whole buffer, also on its first call.
+        key, value = key[:, :, : past + length], value[:, :, : past + length]
+    start = key_mask = None
+    if mask is not None:
+        key_mask = fit_mask(mask.to(torch.bool), key.shape[2])
+        # The sink starts at the first real token. argmax gives the first of equal values.
+        start = key_mask.to(torch.uint8).argmax(1).to(torch.int32)
+    if not torch.compiler.is_compiling():
+        _state.remember(site, route, past + length, start)
+
+    def attend(routes: Tensor) -> Tensor:
+        return ops.attention(
+            query,
+            key,
+            value,
+            routes,
+            sink=site.sink,
+            local=site.local,
+            scale=scale,
+            start=start,
+            kv_len=kv_len,
+            key_mask=key_mask,
+            softcap=softcap,
+            sinks=sinks,
+            dropout_p=dropout,
+            dropout_seed=seed,
+            kernel=site.kernel,
+        )[0]
+
+    if route.dtype == torch.int32:
+        return attend(route)
+    # Relaxed routes (training): O = (1 - r) * O_full + r * O_sparse, paper section 3.
+    hard = torch.zeros(route.shape, dtype=torch.int32, device=route.device)
+    weight = route.repeat_interleave(query.shape[1] // route.shape[1], 1)[:, :, None, None]
+    full, sparse = attend(hard), attend(hard + 1)
+    return torch.lerp(full, sparse, weight.to(full.dtype))
+
+
+def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    # Custom ops are not on autocast's lists, torch SDPA is: do what it would do.
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        return query.to(dtype), key.to(dtype), value.to(dtype)
+    return query, key, value

@@ -1,0 +1,69 @@
+"""The module that a rewritten attention gets as ``elastic_router``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from elastic_compile.config import ElasticConfig
+from elastic_compile.router import AttentionRouter
+
+ASK_ROUTER = -1
+"""Entry of a forced-route table that leaves the decision to the router."""
+
+
+class ElasticSite(AttentionRouter):
+    """A site's router together with what its rewritten graph needs to know at run time.
+
+    The parameters are the router's alone. Everything else is plain attributes and one
+    non-persistent buffer, so a checkpoint of the model gains nothing but the router.
+
+    Args:
+        config: The model's configuration.
+        kv_heads: Key-value heads that the site routes.
+        head_dim: Size of a key head, for the report.
+        tap_dim: Size of a pre-rotary key head, the router's input (head_dim but for MLA).
+        index: Position among the rewritten sites, in module order.
+        layer_idx: Layer of the KV cache that the site updates; None without a cache.
+        attention_dropout: Probability that the module asks for in train mode.
+        interface: Whether the module attends through transformers' ``AttentionInterface``.
+        device: Device of the attention module.
+    """
+
+    forced: Tensor
+
+    def __init__(
+        self,
+        config: ElasticConfig,
+        *,
+        kv_heads: int,
+        head_dim: int,
+        tap_dim: int,
+        index: int,
+        layer_idx: int | None,
+        attention_dropout: float,
+        interface: bool,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(tap_dim, config.hidden_multiplier, device=device)
+        self.kv_heads = kv_heads
+        self.key_dim = head_dim
+        self.index = index
+        self.layer_idx = layer_idx
+        self.attention_dropout = attention_dropout
+        self.interface = interface
+        self.sink, self.local = config.sink, config.local
+        self.pool_tokens = config.pool_tokens
+        self.reroute = config.reroute
+        self.route_bias = config.route_bias
+        self.kernel = config.kernel
+        self.relaxation: nn.Module | None = None
+        # A buffer, so that forcing routes is data and compiles nothing.
+        forced = torch.full((1, kv_heads), ASK_ROUTER, dtype=torch.int32, device=device)
+        self.register_buffer("forced", forced, persistent=False)
+
+    def extra_repr(self) -> str:
+        return (
+            f"kv_heads={self.kv_heads}, head_dim={self.head_dim}, sink={self.sink}, "
+            f"local={self.local}"
+        )

@@ -1,0 +1,126 @@
+"""What a transformed model remembers about its transform, and what its threads saw last."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic_compile._report import Report
+from elastic_compile._site import ElasticSite
+from elastic_compile.config import ElasticConfig
+
+ATTRIBUTE = "_elastic_state"
+
+
+@dataclasses.dataclass
+class ElasticState:
+    """Attribute of a transformed model. Holds names, not modules: copies need no fixing up."""
+
+    config: ElasticConfig
+    report: Report
+    attention_implementations: list[str | None]
+    """What each configuration had before, in the order of ``discovery.configs_of``."""
+    decoders: tuple[str, ...]
+    """Paths of the modules that carry the decoder hook."""
+    ignored_keys: tuple[str, ...] = ()
+    """Names added to ``_keys_to_ignore_on_save``."""
+    base_model_name: str = ""
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    return getattr(model, "_orig_mod", model)
+
+
+def owner(model: nn.Module) -> nn.Module | None:
+    """The transformed model behind ``model`` (itself, or wrapped by torch.compile, PEFT, DDP)."""
+    model = _unwrapped(model)
+    for module in model.modules():
+        if ATTRIBUTE in module.__dict__:
+            return module
+    return None
+
+
+def get_state(model: nn.Module) -> ElasticState:
+    """The state of a transformed model.
+
+    Raises:
+        ValueError: The model is not transformed.
+    """
+    found = owner(model)
+    if found is None:
+        raise ValueError(
+            f"this {type(_unwrapped(model)).__name__} is not transformed; call "
+            "elastic_compile.transform(model) first"
+        )
+    state: ElasticState = found.__dict__[ATTRIBUTE]
+    return state
+
+
+def rewritten_sites(model: nn.Module) -> list[tuple[str, ElasticSite]]:
+    """(path of the attention module, its router) of every rewritten site, in module order."""
+    get_state(model)
+    base = owner(model)
+    assert base is not None
+    return [
+        (name.rpartition(".")[0], module)
+        for name, module in base.named_modules()
+        if isinstance(module, ElasticSite)
+    ]
+
+
+@dataclasses.dataclass
+class LastCall:
+    """What a site did in a thread's last eager call."""
+
+    route: Tensor
+    """int32 [B, kv heads]"""
+    kv_length: int | Tensor
+    start: Tensor | None
+    """First real column of each sample, int [B]; None: 0."""
+
+
+class _Threads(threading.local):
+    def __init__(self) -> None:
+        self.last: weakref.WeakKeyDictionary[nn.Module, LastCall] = weakref.WeakKeyDictionary()
+        self.route_length: Tensor | None = None
+
+
+_THREADS = _Threads()
+
+
+class _Compiled:
+    """Stands for the thread-local while Dynamo traces, which cannot read one."""
+
+    route_length: Tensor | None = None
+
+
+_COMPILED = _Compiled()
+
+
+def remember(site: ElasticSite, route: Tensor, kv_length: Any, start: Tensor | None) -> None:
+    """Keep a site's routes for ``last_routes`` (eager calls only)."""
+    _THREADS.last[site] = LastCall(route.detach(), kv_length, start)
+
+
+def last_call(site: ElasticSite) -> LastCall | None:
+    """What ``site`` did in this thread's last eager call."""
+    return _THREADS.last.get(site)
+
+
+def set_route_length(lengths: Tensor | None) -> Tensor | None:
+    """Limit what routers may see in this thread; returns the limit that was in force."""
+    previous = _THREADS.route_length
+    _THREADS.route_length = _COMPILED.route_length = lengths
+    return previous
+
+
+def route_length() -> Tensor | None:
+    """Exclusive column up to which routers may look, int [B], or None."""
+    if torch.compiler.is_compiling():
+        return _COMPILED.route_length
+    return _THREADS.route_length

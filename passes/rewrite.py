@@ -1,0 +1,242 @@
+"""The pass: attention in an FX graph becomes tap, route and routed attention."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import operator
+
+import torch
+from optimum.fx.optimization import ReversibleTransformation
+from torch import fx
+
+from elastic_compile import _runtime as runtime
+from elastic_compile.passes import matching
+from elastic_compile.passes.matching import Match, Skip
+
+ROUTER = "elastic_router"
+"""Name of the router submodule that a rewritten attention module has."""
+CACHE = "elastic_cache"
+"""Name of the placeholder that brings the KV cache into a rewritten site graph."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SiteResult:
+    """What the pass did with one attention of a graph."""
+
+    node: str
+    rewritten: bool
+    reason: str
+    kv_heads: int = 0
+    head_dim: int = 0
+    tap_dim: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class PassResult:
+    """What one application of the pass did, kept in ``graph_module.meta["elastic_compile"]``."""
+
+    sites: tuple[SiteResult, ...]
+
+    @property
+    def rewritten(self) -> int:
+        """Number of rewritten attentions."""
+        return sum(site.rewritten for site in self.sites)
+
+
+class ElasticAttentionPass(ReversibleTransformation):
+    """Rewrites every provably causal attention of a graph to the routed op.
+
+    Works on graphs with traced shapes in the dialects of a captured site (``attention_site`` and
+    ``cache_update`` markers) and of ATen or functional ``scaled_dot_product_attention``. Matches
+    everything first and mutates afterwards; an error leaves the graph as it was. The rewritten
+    module needs a submodule ``elastic_router`` (:class:`elastic_compile._site.ElasticSite`).
+
+    Args:
+        causal_masks: Names of mask placeholders that are proven to mean causal and padding.
+            A mask that is not among them is never dropped: the site is skipped.
+        hidden: Name of the hidden-states placeholder; None: the first one.
+        kwargs_input: Name of a placeholder with the site's ``**kwargs``, handed on to
+            ``cache.update``; None when the module has none.
+    """
+
+    preserves_computation = True
+
+    def __init__(
+        self,
+        causal_masks: tuple[str, ...] = (),
+        hidden: str | None = None,
+        kwargs_input: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.causal_masks = tuple(causal_masks)
+        self.hidden = hidden
+        self.kwargs_input = kwargs_input
+
+    def transform(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        """Rewrite the graph in place; the outcome is in ``meta["elastic_compile"]``."""
+        found = matching.find(graph_module.graph, self.causal_masks, self.hidden)
+        matches = [m for m in found if isinstance(m, Match)]
+        if matches:
+            backup = copy.deepcopy(graph_module.graph)
+            try:
+                for match in matches:
+                    self._rewrite(graph_module.graph, match)
+            except BaseException:
+                graph_module.graph = backup
+                raise
+        graph_module.meta["elastic_compile"] = PassResult(tuple(_result(m) for m in found))
+        return graph_module
+
+    def _rewrite(self, graph: fx.Graph, match: Match) -> None:
+        cache = kwargs = None
+        if match.update is not None:
+            past_input = match.update.args[2]
+            assert isinstance(past_input, fx.Node)
+            with graph.inserting_before(past_input):
+                cache = graph.placeholder(CACHE)
+                if self.kwargs_input is not None:
+                    kwargs = graph.placeholder(self.kwargs_input)
+        # Everything of ours goes where its inputs are there: the past before the first use of
+        # it, the route before the cache is written (a reset static cache is seen by past == 0).
+        first = next(n for n in graph.nodes if n.op != "placeholder")
+        with graph.inserting_before(first):
+            router = graph.get_attr(ROUTER)
+            past: fx.Node | int = 0
+            if cache is not None:
+                past = graph.call_function(runtime.past_length, (router, cache))
+        if match.update is not None:
+            self._replace_past(graph, match.update.args[2], past)  # type: ignore[arg-type]
+
+        anchor = match.update if match.update is not None else match.node
+        with graph.inserting_before(anchor):
+            tap = match.tap
+            if match.tap_layout == "bshd":
+                tap = graph.call_function(torch.ops.aten.transpose.int, (tap, 1, 2))
+            route = graph.call_function(
+                runtime.route, (router, tap, match.mask, cache, past), name="route"
+            )
+            if match.update is not None:
+                key, value = match.update.args[:2]
+                updated = graph.call_function(
+                    runtime.cache_update, (router, cache, key, value, route, kwargs)
+                )
+                match.update.replace_all_uses_with(updated)
+        with graph.inserting_before(match.node):
+            out = graph.call_function(
+                runtime.attention,
+                (router, match.query, match.key, match.value, route, match.mask, past),
+                {"scale": match.scale, "softcap": match.softcap, "sinks": match.sinks},
+                name="attention",
+            )
+            if match.dialect == "interface":
+                out = graph.call_function(torch.ops.aten.transpose.int, (out, 1, 2))
+        out.meta["val"] = match.node.meta.get("val")
+        match.node.replace_all_uses_with(out)
+        graph.erase_node(match.node)
+        if match.update is not None:
+            past_input = match.update.args[2]
+            graph.erase_node(match.update)
+            graph.erase_node(past_input)  # type: ignore[arg-type]
+        self._sweep(graph)
+
+    @staticmethod
+    def _replace_past(graph: fx.Graph, past_input: fx.Node, past: fx.Node) -> None:
+        for user in list(past_input.users):
+            if user.target is torch.ops.aten.sym_size.int:
+                user.replace_all_uses_with(past)
+                graph.erase_node(user)
+
+    def _sweep(self, graph: fx.Graph) -> None:
+        # Only what the rewrite orphaned (repeat_kv, mask slices): a general clean-up would
+        # delete writes that have no users.
+        for node in reversed(list(graph.nodes)):
+            pure = node.op == "call_function" and (
+                node.target in _SWEPT or node.target is torch.ops.aten.slice.Tensor
+            )
+            if pure and not node.users:
+                graph.erase_node(node)
+
+    def reverse(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        """Undo :meth:`transform`, from the rewritten nodes' own arguments alone."""
+        graph = graph_module.graph
+        for node in list(graph.nodes):
+            if node.target is runtime.attention:
+                self._restore(graph, node)
+        graph_module.meta.pop("elastic_compile", None)
+        return graph_module
+
+    @staticmethod
+    def _restore(graph: fx.Graph, node: fx.Node) -> None:
+        router, query, key, value, route, mask, past = node.args
+        assert isinstance(route, fx.Node)
+        scale, softcap, sinks = (node.kwargs[k] for k in ("scale", "softcap", "sinks"))
+        uses = list(node.users)
+        interface = len(uses) == 1 and uses[0].target is torch.ops.aten.transpose.int
+        updates = [u for u in route.users if u.target is runtime.cache_update]
+        cache = route.args[3]
+        past_input = None
+        if updates:
+            assert isinstance(cache, fx.Node) and isinstance(past, fx.Node)
+            with graph.inserting_before(cache):
+                past_input = graph.placeholder("past")
+        for update in updates:
+            _, _, new_key, new_value, _, _ = update.args
+            with graph.inserting_before(update):
+                marker = graph.call_function(
+                    matching.UPDATE, (new_key, new_value, past_input, -1)
+                )
+            update.replace_all_uses_with(marker)
+            graph.erase_node(update)
+        with graph.inserting_before(node):
+            if interface:
+                dim = torch.ops.aten.sym_size.int
+                default = graph.call_function(dim, (query, 3)) if scale is None else scale
+                if scale is None:
+                    default = graph.call_function(operator.pow, (default, -0.5))
+                out = graph.call_function(
+                    matching.SITE, (query, key, value, mask, sinks, default, softcap)
+                )
+                uses[0].replace_all_uses_with(out)
+                graph.erase_node(uses[0])
+            else:
+                out = graph.call_function(
+                    torch.ops.aten.scaled_dot_product_attention.default,
+                    (query, key, value, mask, 0.0, mask is None),
+                    {"scale": scale, "enable_gqa": True},
+                )
+                node.replace_all_uses_with(out)
+        graph.erase_node(node)
+        tap = route.args[1]
+        graph.erase_node(route)
+        if isinstance(tap, fx.Node) and not tap.users:
+            graph.erase_node(tap)
+        if isinstance(past, fx.Node):
+            for user in list(past.users):
+                with graph.inserting_before(user):
+                    size = graph.call_function(torch.ops.aten.sym_size.int, (past_input, 0))
+                user.replace_input_with(past, size)
+            graph.erase_node(past)
+        for leftover in (router, cache, *graph.find_nodes(op="placeholder", target="kwargs")):
+            if isinstance(leftover, fx.Node) and not leftover.users:
+                graph.erase_node(leftover)
+
+
+_SWEPT = {
+    torch.ops.aten.expand.default,
+    torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.view.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.sym_size.int,
+    operator.mul,
+}
+
+
+def _result(found: Match | Skip) -> SiteResult:
+    if isinstance(found, Skip):
+        return SiteResult(found.node.name, False, found.reason)
+    tap_dim = matching.shape(found.tap)[3]
+    return SiteResult(
+        found.node.name, True, "", found.kv_heads, found.head_dim, int(tap_dim)
+    )
