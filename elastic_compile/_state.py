@@ -23,9 +23,9 @@ class ElasticState:
 
     config: ElasticConfig
     report: Report
-    attention_implementations: list[str | None]
+    attention_implementations: list[str | None] = dataclasses.field(default_factory=list)
     """What each configuration had before, in the order of ``discovery.configs_of``."""
-    decoders: tuple[str, ...]
+    decoders: tuple[str, ...] = ()
     """Paths of the modules that carry the decoder hook."""
     ignored_keys: tuple[str, ...] = ()
     """Names added to ``_keys_to_ignore_on_save``."""

@@ -277,7 +277,7 @@ def _inputs(node: fx.Node) -> Iterator[fx.Node]:
     """A node's tensor inputs: sizes do not carry key hidden states."""
     for source in node.all_input_nodes:
         value = source.meta.get("val", source.meta.get("example_value"))
-        if source.op in ("call_module", "get_attr") or isinstance(value, torch.Tensor):
+        if source.op in ("call_module", "get_attr") or isinstance(value, (torch.Tensor, tuple, list)):
             yield source
 
 
@@ -299,8 +299,12 @@ def _tap(key: fx.Node, hidden: fx.Node) -> tuple[fx.Node, str]:
             continue
         elif not sources or node.op == "placeholder" or any(s in positional for s in sources):
             positional.add(node)
-            # A rotary child given a tensor only for its dtype: its output is a position.
-            if node.op != "call_module" and any(s in from_hidden for s in sources):
+            # A rotary child is given a tensor beside the positions only for its dtype: what it
+            # returns is a position. A norm after the rotation passes the keys on.
+            rotary = node.op == "call_module" and any(
+                s in positional and s not in from_hidden for s in sources
+            )
+            if not rotary and any(s in from_hidden for s in sources):
                 from_hidden.add(node)
         elif any(s in from_hidden for s in sources):
             from_hidden.add(node)
@@ -315,18 +319,21 @@ def _tap(key: fx.Node, hidden: fx.Node) -> tuple[fx.Node, str]:
             layout = _layout(latest, key)
             if layout is not None:
                 return latest, layout
-            raise _No("its pre-rotary keys are not [batch, kv heads, length, head size]")
         if latest is hidden:
-            raise _No("no single tensor of pre-rotary keys: several projections form the key")
+            raise _No("no single [batch, kv heads, length, head size] of keys before positions")
         frontier.remove(latest)
         frontier |= {s for s in _inputs(latest) if s in from_hidden}
 
 
 def _layout(tap: fx.Node, key: fx.Node) -> str | None:
     batch, heads, length, dim = shape(key)
-    got = shape(tap)
+    value = tap.meta.get("val", tap.meta.get("example_value"))
+    if not isinstance(value, torch.Tensor):
+        return None
+    got = tuple(value.shape)
     for name, want in (("bhsd", (batch, heads, length)), ("bshd", (batch, length, heads))):
         if len(got) == 4 and all(same(a, b) for a, b in zip(got[:3], want, strict=True)):
-            if isinstance(got[3], int):
+            # A wider one is a fused projection: queries and values with the keys.
+            if isinstance(got[3], int) and got[3] <= dim:
                 return name
     return None

@@ -79,6 +79,10 @@ def transform(
         _capture_all(sites, found)
         if not any(site.rewritten for site in sites) and not allow_unrewritten:
             raise NoSiteError(_why_nothing(model, sites))
+        if not any(site.rewritten for site in sites):
+            report = Report(tuple(_site_report(site) for site in sites))
+            model.__dict__[_state.ATTRIBUTE] = ElasticState(config, report)
+            return report
         with contextlib.ExitStack() as undo:
             _install(model, sites, config, found, undo)
             for site in sites:
@@ -248,7 +252,10 @@ def _rewrite(site: Site) -> None:
         hidden=graph.hidden,
         kwargs_input=variadic if graph.passes_kwargs else None,
     )
-    elastic(module)
+    try:
+        elastic(module)
+    except Exception as error:
+        raise CaptureError(f"the rewrite failed ({type(error).__name__})") from error
     results = module.meta["elastic_compile"].sites
     if len(results) != 1:
         raise CaptureError(f"its graph has {len(results)} attentions")
@@ -471,10 +478,10 @@ def remove(model: nn.Module) -> None:
             if isinstance(hook, DecoderHook):
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
-    for config, original in zip(
-        discovery.configs_of(model), state.attention_implementations, strict=True
-    ):
-        config._attn_implementation_internal = original
+    if state.attention_implementations:
+        configs = discovery.configs_of(model)
+        for config, original in zip(configs, state.attention_implementations, strict=True):
+            config._attn_implementation_internal = original
     if state.ignored_keys:
         model._keys_to_ignore_on_save = (  # type: ignore[assignment]
             set(model._keys_to_ignore_on_save or ()) - set(state.ignored_keys)  # type: ignore[arg-type]

@@ -99,11 +99,11 @@ class ElasticAttentionPass(ReversibleTransformation):
                     kwargs = graph.placeholder(self.kwargs_input)
         # Everything of ours goes where its inputs are there: the past before the first use of
         # it, the route before the cache is written (a reset static cache is seen by past == 0).
-        first = next(n for n in graph.nodes if n.op != "placeholder")
-        with graph.inserting_before(first):
+        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
             router = graph.get_attr(ROUTER)
-            past: fx.Node | int = 0
-            if cache is not None:
+        past: fx.Node | int = 0
+        if cache is not None:
+            with graph.inserting_after(router):
                 past = graph.call_function(runtime.past_length, (router, cache))
         if match.update is not None:
             self._replace_past(graph, match.update.args[2], past)  # type: ignore[arg-type]
