@@ -85,8 +85,4 @@ def __dir__() -> list[str]:
 
 
 # Registers the operators: a loaded AOTInductor package or exported program calls them by name.
-try:
-    importlib.import_module("elastic_compile.kernels.ops")
-except ModuleNotFoundError as error:
-    if error.name not in ("elastic_compile.kernels", "elastic_compile.kernels.ops"):
-        raise
+importlib.import_module("elastic_compile.kernels.ops")

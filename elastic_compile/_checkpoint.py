@@ -4,6 +4,7 @@ A folder holds ``elastic_config.json`` and the weights file it names. The JSON i
 names the weights by their hash, so an interrupted save leaves the previous router in force.
 """
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Mapping
@@ -65,7 +66,7 @@ def router_parameters(model: nn.Module) -> list[nn.Parameter]:
 def save_router(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Save all routers of a model and its configuration to a folder.
 
-    Nothing of the backbone is saved. Files appear whole or not at all: if the call is interrupted,
+    Nothing of the backbone is saved, nor the ``kernel`` setting, which belongs to the machine. Files appear whole or not at all: if the call is interrupted,
     the folder still loads as it did before.
 
     Args:
@@ -93,7 +94,8 @@ def save_router(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         "format_version": FORMAT_VERSION,
         "base_model": _model_name(model),
         "geometry": _geometry(sites),
-        "config": state.config.to_dict(),
+        # The kernel is the machine's choice: a folder trained on a GPU must load on a laptop.
+        "config": dataclasses.replace(state.config, kernel="auto").to_dict(),
         "weights": name,
         "sha256": digest,
     }
@@ -257,7 +259,7 @@ def _check_keys(path: Path, what: str, found: dict[str, Any], expected: tuple[st
 
 
 def _check_config(mine: ElasticConfig, theirs: ElasticConfig, folder: Path) -> None:
-    # Which kernel runs is a matter of the machine, not of what the router was trained for.
+    # Not saved, see save_router.
     fields = {k: pair for k, pair in mine.differences(theirs).items() if k != "kernel"}
     if fields:
         conflicts = ", ".join(

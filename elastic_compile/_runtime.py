@@ -86,7 +86,7 @@ def route(
     else:
         pooled = _pooled(site, tap, mask, layer, past)
         logits = site(pooled)
-        if site.relaxation is not None and site.training:
+        if site.relaxation is not None:
             return site.relaxation(site, logits)
         decided = decide(logits, site.route_bias)
         if stored is not None and site.reroute == "first" and _is_tensor(past):
@@ -185,6 +185,7 @@ def attention(
     route: Tensor,
     mask: Tensor | None,
     past: Length,
+    training: bool = False,
     scale: float | Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -200,6 +201,7 @@ def attention(
         mask: None, the 2-D padding mask [B, M], or a caller's 4-D mask (bool or additive), which
             is honoured with every head full and counted as a fallback.
         past: Tokens in the cache before this call.
+        training: Whether the attention module is in train mode (attention dropout).
         scale: Factor on the scores; None: D ** -0.5.
         softcap: Scores become c * tanh(score / c).
         sinks: Learned sink logits [Hq].
@@ -209,7 +211,7 @@ def attention(
     """
     query, key, value = _autocast(query, key, value)
     length = query.shape[2]
-    dropout = site.attention_dropout if site.training else 0.0
+    dropout = site.attention_dropout if training else 0.0
     seed = None
     if dropout:
         seed = torch.randint(0, 2**62, (), dtype=torch.int64, device=query.device)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from elastic_compile.config import ElasticConfig
 from elastic_compile.router import AttentionRouter
@@ -57,7 +59,8 @@ class ElasticSite(AttentionRouter):
         self.reroute = config.reroute
         self.route_bias = config.route_bias
         self.kernel = config.kernel
-        self.relaxation: nn.Module | None = None
+        # Set while training: (site, logits [B, H, 2]) -> relaxed routes, float [B, H].
+        self.relaxation: Callable[[ElasticSite, Tensor], Tensor] | None = None
         # A buffer, so that forcing routes is data and compiles nothing.
         forced = torch.full((1, kv_heads), ASK_ROUTER, dtype=torch.int32, device=device)
         self.register_buffer("forced", forced, persistent=False)

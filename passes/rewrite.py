@@ -123,9 +123,11 @@ class ElasticAttentionPass(ReversibleTransformation):
                 )
                 match.update.replace_all_uses_with(updated)
         with graph.inserting_before(match.node):
+            # Dropout follows the module's mode, not its router's.
+            training = graph.get_attr("training")
             out = graph.call_function(
                 runtime.attention,
-                (router, match.query, match.key, match.value, route, match.mask, past),
+                (router, match.query, match.key, match.value, route, match.mask, past, training),
                 {"scale": match.scale, "softcap": match.softcap, "sinks": match.sinks},
                 name="attention",
             )
@@ -168,7 +170,7 @@ class ElasticAttentionPass(ReversibleTransformation):
 
     @staticmethod
     def _restore(graph: fx.Graph, node: fx.Node) -> None:
-        router, query, key, value, route, mask, past = node.args
+        router, query, key, value, route, mask, past, training = node.args
         assert isinstance(route, fx.Node)
         scale, softcap, sinks = (node.kwargs[k] for k in ("scale", "softcap", "sinks"))
         uses = list(node.users)
@@ -217,7 +219,7 @@ class ElasticAttentionPass(ReversibleTransformation):
                     size = graph.call_function(torch.ops.aten.sym_size.int, (past_input, 0))
                 user.replace_input_with(past, size)
             graph.erase_node(past)
-        for leftover in (router, cache, *graph.find_nodes(op="placeholder", target="kwargs")):
+        for leftover in (router, training, cache, *graph.find_nodes(op="placeholder", target="kwargs")):
             if isinstance(leftover, fx.Node) and not leftover.users:
                 graph.erase_node(leftover)
 

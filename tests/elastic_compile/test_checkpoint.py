@@ -302,8 +302,12 @@ def test_another_configuration_is_refused(folder, change, words):
     assert unchanged(model, before)
 
 
-def test_another_kernel_is_no_conflict(folder):
-    load_router(Model(dataclasses.replace(CONFIG, kernel="cpu")), folder)
+def test_the_kernel_belongs_to_the_machine_not_to_the_router(tmp_path):
+    model = Model(dataclasses.replace(CONFIG, kernel="triton"))
+    save_router(model, tmp_path)
+    assert read_router_config(tmp_path) == CONFIG
+    load_router(model, tmp_path)
+    load_router(Model(dataclasses.replace(CONFIG, kernel="cpu")), tmp_path)
 
 
 def truncate(folder):

@@ -202,3 +202,10 @@ def test_every_field_is_documented():
 def test_json_is_readable():
     assert json.loads(ElasticConfig().to_json())["sink"] == 128
     assert ElasticConfig().to_json().count("\n") == len(dataclasses.fields(ElasticConfig)) + 1
+
+
+def test_every_registered_implementation_can_be_named():
+    from elastic_compile.kernels import _dispatch
+
+    general = {name for name, entry in _dispatch._registry.items() if not entry.special}
+    assert general <= set(config_module.KERNELS)
