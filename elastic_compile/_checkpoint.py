@@ -66,8 +66,9 @@ def router_parameters(model: nn.Module) -> list[nn.Parameter]:
 def save_router(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Save all routers of a model and its configuration to a folder.
 
-    Nothing of the backbone is saved, nor the ``kernel`` setting, which belongs to the machine. Files appear whole or not at all: if the call is interrupted,
-    the folder still loads as it did before.
+    Nothing of the backbone is saved, nor the ``kernel`` setting, which belongs to the machine.
+    Files appear whole or not at all: if the call is interrupted, the folder still loads as it did
+    before.
 
     Args:
         model: A transformed model with at least one rewritten site.
