@@ -1,0 +1,158 @@
+"""Which implementation serves a call: a deterministic function of its arguments.
+
+An implementation is a module with ``supports(call) -> (ok, reason)``, ``forward(call) -> (out,
+lse)`` and, where it has one, ``backward(call, grad_out, grad_lse, out, lse) -> (dq, dk, dv,
+dsinks)``. Results may have any strides; the op makes them contiguous. A new one is one
+:func:`register` line below; its module is imported when a call on its device first considers it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+
+from torch import Tensor
+
+from elastic_compile.kernels import _counters
+from elastic_compile.kernels._call import AttentionCall
+
+ENVIRONMENT_VARIABLE = "ELASTIC_COMPILE_KERNEL"
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One entry of the registry.
+
+    Attributes:
+        name: What ``kernel=`` and the counters call it.
+        module: Import path, resolved on first use.
+        devices: Device types it may run on; empty for any.
+        special: True for a short cut that serves some calls only, so that passing it over is no
+            fallback.
+        differentiable: False where ``backward`` is left to the next implementation.
+    """
+
+    name: str
+    module: str
+    devices: tuple[str, ...] = ()
+    special: bool = False
+    differentiable: bool = True
+
+    def load(self) -> ModuleType:
+        """Imports the module that implements this entry."""
+        return importlib.import_module(self.module)
+
+    def supports(self, call: AttentionCall) -> tuple[bool, str]:
+        """Returns whether this entry can serve ``call``, and if not, why."""
+        device = call.query.device.type
+        if self.devices and device not in self.devices:
+            return False, f"runs on {', '.join(self.devices)} only, the inputs are on {device}"
+        ok, reason = self.load().supports(call)
+        return bool(ok), str(reason)
+
+
+_registry: dict[str, Implementation] = {}
+
+
+def register(
+    name: str,
+    module: str,
+    *,
+    devices: tuple[str, ...] = (),
+    special: bool = False,
+    differentiable: bool = True,
+) -> None:
+    """Appends an implementation to the priority list; earlier ones are preferred by ``"auto"``."""
+    if name in _registry or name == "auto":
+        raise ValueError(f"an implementation called {name!r} is already registered")
+    _registry[name] = Implementation(name, module, devices, special, differentiable)
+
+
+def implementations() -> tuple[str, ...]:
+    """Names of the registered implementations, best first."""
+    return tuple(_registry)
+
+
+def select(
+    call: AttentionCall, *, backward: bool = False
+) -> tuple[Implementation, tuple[str, ...]]:
+    """Chooses the implementation of a call.
+
+    ``call.implementation`` names one, else the environment variable ``ELASTIC_COMPILE_KERNEL``
+    does, else it is the first of the priority list that supports the call.
+
+    Args:
+        call: The arguments of the op.
+        backward: Choose for the backward.
+
+    Returns:
+        The implementation, and what those that were passed over said (``"name: reason"``; short
+        cuts and those of other devices are not listed).
+
+    Raises:
+        ValueError: The named implementation is unknown or cannot serve the call.
+    """
+    name, origin = call.implementation, "kernel="
+    if name == "auto":
+        name, origin = os.environ.get(ENVIRONMENT_VARIABLE) or "auto", f"{ENVIRONMENT_VARIABLE}="
+    if name != "auto":
+        return _named(name, origin, call, backward), ()
+    declined = []
+    for entry in _candidates(call, backward):
+        ok, reason = entry.supports(call)
+        if ok:
+            return entry, tuple(declined)
+        if not entry.special:
+            declined.append(f"{entry.name}: {reason}")
+    raise ValueError("no implementation serves this call: " + "; ".join(declined))
+
+
+def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Runs the chosen implementation and counts it."""
+    entry, declined = select(call)
+    _counters.count_call(entry.name)
+    for reason in declined:
+        _counters.count_fallback(reason)
+    out, lse = entry.load().forward(call)
+    return out, lse
+
+
+def backward(
+    call: AttentionCall, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Runs the backward of the chosen implementation and counts it."""
+    entry, _ = select(call, backward=True)
+    _counters.count_backward(entry.name)
+    query, key, value, sinks = entry.load().backward(call, grad_out, grad_lse, out, lse)
+    return query, key, value, sinks
+
+
+def _named(name: str, origin: str, call: AttentionCall, backward: bool) -> Implementation:
+    entry = _registry.get(name)
+    if entry is None:
+        known = ", ".join(("auto", *_registry))
+        raise ValueError(f"{origin}{name!r} is no implementation; known: {known}")
+    ok, reason = entry.supports(call)
+    if ok and backward and not entry.differentiable:
+        ok, reason = False, "it has no backward"
+    if not ok:
+        raise ValueError(
+            f"{origin}{name!r} cannot serve this call: {reason}. A named implementation never "
+            "falls back; use kernel='auto' to let another take over"
+        )
+    return entry
+
+
+def _candidates(call: AttentionCall, backward: bool) -> Iterator[Implementation]:
+    device = call.query.device.type
+    for entry in _registry.values():
+        if (not entry.devices or device in entry.devices) and (
+            entry.differentiable or not backward
+        ):
+            yield entry
+
+
+register("reference", "elastic_compile.kernels.reference")
