@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_compile import _state
+from elastic_compile import _relaxed, _state
 from elastic_compile._masks import fit_mask, unpadded_marker
 from elastic_compile._site import ElasticSite
 from elastic_compile.kernels import ops
@@ -267,11 +267,13 @@ def attention(
 
     if route.dtype == torch.int32:
         return attend(route)
-    # Relaxed routes (training): O = (1 - r) * O_full + r * O_sparse, paper section 3.
-    hard = torch.zeros(route.shape, dtype=torch.int32, device=route.device)
-    weight = route.repeat_interleave(query.shape[1] // route.shape[1], 1)[:, :, None, None]
-    full, sparse = attend(hard), attend(hard + 1)
-    return torch.lerp(full, sparse, weight.to(full.dtype))
+    # Relaxed routes: training. The op has no fast backward on GPUs yet, torch SDPA has one.
+    plain = start is None and kv_len is None and softcap is None and sinks is None and not dropout
+    if query.is_cuda and plain and key.shape[2] == length and not isinstance(scale, Tensor):
+        return _relaxed.mix_blocked(
+            query, key, value, route, sink=site.sink, local=site.local, scale=scale
+        )
+    return _relaxed.mix(attend, route, query.shape[1] // route.shape[1])
 
 
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
