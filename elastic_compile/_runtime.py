@@ -189,6 +189,7 @@ def attention(
     scale: float | Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    heads_last: bool = False,
 ) -> Tensor:
     """Routed attention of one site.
 
@@ -205,10 +206,30 @@ def attention(
         scale: Factor on the scores; None: D ** -0.5.
         softcap: Scores become c * tanh(score / c).
         sinks: Learned sink logits [Hq].
+        heads_last: Return [B, S, Hq, Dv], as attention functions of transformers do.
 
     Returns:
-        [B, Hq, S, Dv] in the query's dtype.
+        [B, Hq, S, Dv] (or as ``heads_last`` says) in the query's dtype.
     """
+    out = _attend(
+        site, query, key, value, route, mask, past, training, scale, softcap, sinks
+    )
+    return out.transpose(1, 2) if heads_last else out
+
+
+def _attend(
+    site: ElasticSite,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    route: Tensor,
+    mask: Tensor | None,
+    past: Length,
+    training: bool,
+    scale: float | Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     query, key, value = _autocast(query, key, value)
     length = query.shape[2]
     dropout = site.attention_dropout if training else 0.0

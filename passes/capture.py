@@ -43,6 +43,7 @@ class _TracingCache(Cache):
         super().__init__(layers=[])
         self.past = past
         self.updates: list[int] = []
+        self.given_kwargs = False
 
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -50,6 +51,7 @@ class _TracingCache(Cache):
         if args or set(kwargs) - {"kwargs"}:
             raise CaptureError("hands the cache arguments that are not known here")
         self.updates.append(layer_idx)
+        self.given_kwargs = "kwargs" in kwargs
         return _markers.cache_update(key_states, value_states, self.past, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -356,7 +358,7 @@ def _capture(site: nn.Module, first: SiteCall, plain: SiteCall) -> SiteGraph:
         hidden=hidden,
         mask=mask,
         cache=cache if updates else None,
-        passes_kwargs=any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()),
+        passes_kwargs=bool(caches) and caches[-1].given_kwargs,
         layer_idx=updates[0] if updates else None,
         optional=tuple(
             name
@@ -531,5 +533,5 @@ def _live_dropout(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.dropout.default:
             with graph.inserting_before(node):
-                training = graph.get_attr("training")
+                training = graph.create_node("get_attr", "training")
             node.args = (node.args[0], node.args[1], training)

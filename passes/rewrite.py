@@ -124,15 +124,18 @@ class ElasticAttentionPass(ReversibleTransformation):
                 match.update.replace_all_uses_with(updated)
         with graph.inserting_before(match.node):
             # Dropout follows the module's mode, not its router's.
-            training = graph.get_attr("training")
+            training = graph.create_node("get_attr", "training")
             out = graph.call_function(
                 runtime.attention,
                 (router, match.query, match.key, match.value, route, match.mask, past, training),
-                {"scale": match.scale, "softcap": match.softcap, "sinks": match.sinks},
+                {
+                    "scale": match.scale,
+                    "softcap": match.softcap,
+                    "sinks": match.sinks,
+                    "heads_last": match.dialect == "interface",
+                },
                 name="attention",
             )
-            if match.dialect == "interface":
-                out = graph.call_function(torch.ops.aten.transpose.int, (out, 1, 2))
         out.meta["val"] = match.node.meta.get("val")
         match.node.replace_all_uses_with(out)
         graph.erase_node(match.node)
@@ -173,8 +176,6 @@ class ElasticAttentionPass(ReversibleTransformation):
         router, query, key, value, route, mask, past, training = node.args
         assert isinstance(route, fx.Node)
         scale, softcap, sinks = (node.kwargs[k] for k in ("scale", "softcap", "sinks"))
-        uses = list(node.users)
-        interface = len(uses) == 1 and uses[0].target is torch.ops.aten.transpose.int
         updates = [u for u in route.users if u.target is runtime.cache_update]
         cache = route.args[3]
         past_input = None
@@ -191,23 +192,17 @@ class ElasticAttentionPass(ReversibleTransformation):
             update.replace_all_uses_with(marker)
             graph.erase_node(update)
         with graph.inserting_before(node):
-            if interface:
-                dim = torch.ops.aten.sym_size.int
-                default = graph.call_function(dim, (query, 3)) if scale is None else scale
-                if scale is None:
-                    default = graph.call_function(operator.pow, (default, -0.5))
+            if node.kwargs["heads_last"]:
                 out = graph.call_function(
-                    matching.SITE, (query, key, value, mask, sinks, default, softcap)
+                    matching.SITE, (query, key, value, mask, sinks, scale, softcap)
                 )
-                uses[0].replace_all_uses_with(out)
-                graph.erase_node(uses[0])
             else:
                 out = graph.call_function(
                     torch.ops.aten.scaled_dot_product_attention.default,
                     (query, key, value, mask, 0.0, mask is None),
                     {"scale": scale, "enable_gqa": True},
                 )
-                node.replace_all_uses_with(out)
+        node.replace_all_uses_with(out)
         graph.erase_node(node)
         tap = route.args[1]
         graph.erase_node(route)
