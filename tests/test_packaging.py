@@ -21,12 +21,14 @@ FOLDERS = ("elastic_compile", "passes", "kernels", "training")
 
 
 def run(*arguments, cwd, python=sys.executable, **environment):
-    """Run Python in a fresh process that finds nothing but what is installed and ``cwd``."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    """Run Python in a fresh process; one of another environment does not inherit PYTHONPATH."""
+    inherited = dict(os.environ)
+    if python != sys.executable:
+        inherited.pop("PYTHONPATH", None)
     done = subprocess.run(
         [str(python), *map(str, arguments)],
         cwd=cwd,
-        env={**clean, **environment},
+        env={**inherited, **environment},
         capture_output=True,
         text=True,
         timeout=300,
