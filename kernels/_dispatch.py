@@ -155,4 +155,6 @@ def _candidates(call: AttentionCall, backward: bool) -> Iterator[Implementation]
             yield entry
 
 
+register("dense", "elastic_compile.kernels.dense", devices=("cpu",), special=True)
+register("cpu", "elastic_compile.kernels.cpu", devices=("cpu",))
 register("reference", "elastic_compile.kernels.reference")
