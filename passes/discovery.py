@@ -367,12 +367,19 @@ def discover(model: nn.Module, eager: bool, example_inputs: Any = None) -> Disco
     mask = torch.ones(BATCH, LENGTH + CHUNK, dtype=torch.long)
     mask[0, :PADDING] = 0
     first_mask, chunk_mask = mask[:, :LENGTH].to(device), mask.to(device)
-    first = run(
-        model,
-        eager,
-        (),
-        {"input_ids": tokens(BATCH, LENGTH), "attention_mask": first_mask, "use_cache": True},
-    )
+    try:
+        first = run(
+            model,
+            eager,
+            (),
+            {"input_ids": tokens(BATCH, LENGTH), "attention_mask": first_mask, "use_cache": True},
+        )
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} does not run on made-up token ids "
+            f"({type(error).__name__}: {error}); pass example_inputs, a dict of the keyword "
+            "arguments of one forward call with at least 3 rows and 13 tokens"
+        ) from error
     plain_kwargs: dict[str, Any] = {"use_cache": False}
     if device.type == "meta":
         # Whether the positions are packed cannot be read from data that does not exist.

@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from elastic_compile import _carry, _masks, _state
 from elastic_compile._forward import DecoderHook, ExactForward, SiteForward, SiteProgram
 from elastic_compile._forward import encode_globals
+from elastic_compile._save import SavePretrained
 from elastic_compile._report import REWRITTEN, SKIPPED, Report, SiteReport
 from elastic_compile._site import ElasticSite
 from elastic_compile._state import ElasticState
@@ -357,6 +358,7 @@ def _install(
         if not site.rewritten and site.causal:
             _wrap_exact(site)
     if isinstance(model, PreTrainedModel):
+        model.__dict__["save_pretrained"] = SavePretrained(model)
         for c in configs:
             c._attn_implementation_internal = _masks.implementation_for(
                 c._attn_implementation_internal
@@ -469,6 +471,8 @@ def unwrapped_original(module: nn.Module) -> Callable[..., Any]:
 def remove(model: nn.Module) -> None:
     """Undo :func:`_install`, also a partial one. Leaves nothing behind."""
     state: ElasticState = model.__dict__.pop(_state.ATTRIBUTE)
+    if isinstance(model.__dict__.get("save_pretrained"), SavePretrained):
+        del model.__dict__["save_pretrained"]
     for module in model.modules():
         for slot in ("forward", "_old_forward"):
             forward = module.__dict__.get(slot)

@@ -199,3 +199,34 @@ def test_a_module_of_no_library_needs_example_inputs():
             assert (model(ids) - expected).abs().max() > 1e-3
         elastic_compile.restore(model)
         assert torch.equal(model(ids), expected)
+
+
+def test_save_pretrained_puts_the_router_beside_the_backbone(tmp_path):
+    model, plain = build("llama"), build("llama")
+    elastic_compile.transform(model)
+    with torch.no_grad():
+        for parameter in elastic_compile.router_parameters(model):
+            parameter.normal_()
+    model.save_pretrained(tmp_path / "elastic")
+    plain.save_pretrained(tmp_path / "plain")
+    written = {p.relative_to(tmp_path / "elastic") for p in (tmp_path / "elastic").iterdir()}
+    assert {p.name for p in written} - {p.name for p in (tmp_path / "plain").iterdir()} == {
+        "elastic_router"
+    }
+    loaded = type(plain).from_pretrained(tmp_path / "elastic").eval()
+    elastic_compile.transform(loaded, router=tmp_path / "elastic" / "elastic_router")
+    torch.testing.assert_close(logits(loaded), logits(model))
+    assert torch.equal(
+        elastic_compile.last_routes(loaded), elastic_compile.last_routes(model)
+    )
+    elastic_compile.restore(model)
+    model.save_pretrained(tmp_path / "restored")
+    assert not (tmp_path / "restored" / "elastic_router").exists()
+
+
+def test_a_model_that_needs_other_inputs_says_so():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, vocab_size=50)
+    with pytest.raises(ValueError, match="example_inputs"):
+        elastic_compile.transform(T5ForConditionalGeneration(config))
