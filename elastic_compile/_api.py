@@ -81,7 +81,9 @@ def transform(
                 "out to use the router's own"
             )
         config = trained
-    report_ = pipeline.transform(model, config or ElasticConfig(), example_inputs, allow_unrewritten)
+    report_ = pipeline.transform(
+        model, config or ElasticConfig(), example_inputs, allow_unrewritten
+    )
     if router is not None:
         try:
             load_router(model, router)

@@ -70,7 +70,7 @@ def _compile(source: str, names: dict[str, Any], label: str, function: str) -> C
     # Registered with linecache, so that tracebacks and debuggers show the generated code.
     filename = f"<elastic_compile {label} {abs(hash(source)):x}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-    exec(compile(source, filename, "exec"), names)  # noqa: S102
+    exec(compile(source, filename, "exec"), names)
     return names[function]
 
 
@@ -197,15 +197,19 @@ class SiteForward(_Forward):
     def _entry(self) -> tuple[str, dict[str, Any]]:
         """A function with the original's parameters that picks out what the graph wants."""
         names: dict[str, Any] = {"_changes": _changes, "_given": _given}
-        parameters, passed, variadic = [], [], None
+        parameters: list[str] = []
+        passed: list[str] = []
+        variadic = None
         for index, (name, parameter) in enumerate(self.signature.parameters.items()):
             default = ""
             if parameter.default is not parameter.empty:
                 names[f"_default_{index}"] = parameter.default
                 default = f"=_default_{index}"
-            star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(
-                parameter.kind, ""
-            )
+            star = ""
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                star = "*"
+            elif parameter.kind is parameter.VAR_KEYWORD:
+                star = "**"
             if parameter.kind is parameter.VAR_KEYWORD:
                 variadic = name
             if parameter.kind is parameter.KEYWORD_ONLY and "*" not in "".join(parameters):
@@ -278,7 +282,7 @@ class DecoderHook:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not torch.compiler.is_compiling():
             return None
-        given = dict(zip(self.parameters, args))
+        given = {self.parameters[index]: value for index, value in enumerate(args)}
         given.update(kwargs)
         for name in ("attention_mask", "position_ids", "cache", "past_key_values"):
             if given.get(name) is not None:

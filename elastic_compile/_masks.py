@@ -85,7 +85,7 @@ def elastic_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
-        q_offset=q_offset,
+        q_offset=q_offset,  # type: ignore[arg-type]
         kv_offset=kv_offset,
         mask_function=mask_function,
         attention_mask=attention_mask,
@@ -147,9 +147,7 @@ def exact_interface_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True):
         past = key.shape[2] - query.shape[2]
-        attention_mask = causal_mask_4d(
-            None, past, query.shape[2], key.shape[2], query.device
-        )
+        attention_mask = causal_mask_4d(None, past, query.shape[2], key.shape[2], query.device)
     if attention_mask is not None:
         attention_mask = additive(attention_mask, query.dtype)
     return function(module, query, key, value, attention_mask, **kwargs)

@@ -35,7 +35,8 @@ def _self_attention(cache: Any) -> Any:
 def _layer(site: ElasticSite, cache: Any) -> Any:
     """The site's layer of the cache, or None before the cache has one."""
     layers = _self_attention(cache).layers
-    return layers[site.layer_idx] if site.layer_idx < len(layers) else None
+    index = site.layer_idx
+    return layers[index] if index is not None and index < len(layers) else None
 
 
 def unpadded(inputs: Tensor) -> Tensor:
@@ -52,9 +53,7 @@ def past_length(site: ElasticSite, cache: Any) -> Length:
     return past.clone() if isinstance(past, Tensor) else past
 
 
-def route(
-    site: ElasticSite, tap: Tensor, mask: Tensor | None, cache: Any, past: Length
-) -> Tensor:
+def route(site: ElasticSite, tap: Tensor, mask: Tensor | None, cache: Any, past: Length) -> Tensor:
     """Routes of a call: stored with the cache, decided by the router, or forced.
 
     Args:
@@ -80,8 +79,12 @@ def route(
         # One token never decides: it has the stored routes, or is full.
         decided = torch.zeros(batch, site.kv_heads, dtype=torch.int32, device=tap.device)
         if stored is not None:
-            decided = torch.where(past == 0, decided, stored) if _is_tensor(past) else stored
-    elif stored is not None and site.reroute == "first" and not _is_tensor(past) and past > 0:
+            decided = (
+                torch.where(past == 0, decided, stored) if isinstance(past, Tensor) else stored
+            )
+    elif (
+        stored is not None and site.reroute == "first" and not isinstance(past, Tensor) and past > 0
+    ):
         decided = stored
     else:
         pooled = _pooled(site, tap, mask, layer, past)
@@ -89,14 +92,10 @@ def route(
         if site.relaxation is not None:
             return site.relaxation(site, logits)
         decided = decide(logits, site.route_bias)
-        if stored is not None and site.reroute == "first" and _is_tensor(past):
+        if stored is not None and site.reroute == "first" and isinstance(past, Tensor):
             # A reset static cache starts a new sequence; otherwise the first call has decided.
             decided = torch.where(past == 0, decided, stored)
     return torch.where(site.forced >= 0, site.forced, decided)
-
-
-def _is_tensor(past: Length) -> bool:
-    return isinstance(past, Tensor)
 
 
 def _new_columns(mask: Tensor | None, past: Length, length: int) -> Tensor | None:
@@ -124,12 +123,12 @@ def _pooled(
     if state is None:
         state = empty
     elif isinstance(past, Tensor):
-        state = PoolState(*(torch.where(past == 0, e, s) for e, s in zip(empty, state)))
+        state = PoolState(*(torch.where(past == 0, empty[i], state[i]) for i in range(len(POOL))))
     elif past == 0:
         state = empty
     state = pool_add(state, tap, None, end, key_mask)
-    for name, tensor in zip(POOL, state):
-        setattr(layer, name, tensor)
+    for index, name in enumerate(POOL):
+        setattr(layer, name, state[index])
     return pool_read(state)
 
 
@@ -211,9 +210,7 @@ def attention(
     Returns:
         [B, Hq, S, Dv] (or as ``heads_last`` says) in the query's dtype.
     """
-    out = _attend(
-        site, query, key, value, route, mask, past, training, scale, softcap, sinks
-    )
+    out = _attend(site, query, key, value, route, mask, past, training, scale, softcap, sinks)
     return out.transpose(1, 2) if heads_last else out
 
 

@@ -30,7 +30,8 @@ class SavePretrained:
         # First, so that an upload that the original makes has it too.
         if writes and not os.path.isfile(save_directory):
             save_router(self.model, Path(save_directory) / FOLDER)
-        return type(self.model).save_pretrained(self.model, save_directory, *args, **kwargs)
+        original = type(self.model).save_pretrained  # type: ignore[attr-defined]
+        return original(self.model, save_directory, *args, **kwargs)
 
     def __reduce__(self) -> Any:
         return SavePretrained, (self.model,)

@@ -42,9 +42,7 @@ def _(tensors: list[Tensor], ints: list[int], token: int) -> list[Tensor]:
 
 
 @torch.library.custom_op("elastic_compile::cache_update", mutates_args=())
-def cache_update(
-    key: Tensor, value: Tensor, past: Tensor, layer_idx: int
-) -> tuple[Tensor, Tensor]:
+def cache_update(key: Tensor, value: Tensor, past: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
     """``cache.update(key, value, layer_idx)``; ``past`` [P] only carries the cached length."""
     raise _never("cache_update")
 

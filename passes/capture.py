@@ -45,7 +45,7 @@ class _TracingCache(Cache):
         self.updates: list[int] = []
         self.given_kwargs = False
 
-    def update(  # type: ignore[override]
+    def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         if args or set(kwargs) - {"kwargs"}:
@@ -93,7 +93,7 @@ class SiteGraph:
 def unwrapped_forward(module: nn.Module) -> Callable[..., Any]:
     """The module's own forward, beneath an accelerate hook's wrapper."""
     if hasattr(module, "_hf_hook") and hasattr(module, "_old_forward"):
-        return module._old_forward
+        return module._old_forward  # type: ignore[return-value]
     return module.forward
 
 
@@ -347,9 +347,7 @@ def _capture(site: nn.Module, first: SiteCall, plain: SiteCall) -> SiteGraph:
         stack.enter_context(discovery.probing(site, discovery.site_marker, _no_mask))
         stack.enter_context(_opaque_children(site, plain.children, calls))
         stack.enter_context(torch.no_grad())
-        program = torch.export.export(
-            caller, (values,), dynamic_shapes=[shapes], strict=False
-        )
+        program = torch.export.export(caller, (values,), dynamic_shapes=[shapes], strict=False)
     updates = caches[-1].updates if caches else []
     if len(updates) > 1:
         raise CaptureError("updates the cache more than once")
@@ -476,7 +474,7 @@ class _Importer:
         for index, user in outputs.items():
             out = new
             for key in tensor_paths[index]:  # type: ignore[index]
-                step = key.idx if isinstance(key, pytree.SequenceKey) else key.key
+                step = key.idx if isinstance(key, pytree.SequenceKey) else getattr(key, "key")  # noqa: B009
                 out = self.graph.call_function(operator.getitem, (out, step))
             out.meta.update(user.meta)
             self.env[user] = out

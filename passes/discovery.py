@@ -141,7 +141,7 @@ class Recorder:
         finally:
             self.inside_probe = False
 
-    def mask(self, *args: Any, **kwargs: Any) -> Tensor:
+    def mask(self, *args: Any, **kwargs: Any) -> Tensor | None:
         # Always a real tensor, so that its identity can be followed into the sites.
         kwargs["allow_is_causal_skip"] = False
         mask = sdpa_mask(*args, **kwargs)

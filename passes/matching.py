@@ -197,22 +197,22 @@ def _grouped(key: fx.Node, value: fx.Node, query: fx.Node) -> tuple[fx.Node, fx.
 
 def _unrepeated(node: fx.Node) -> fx.Node | None:
     """[B, Hkv, T, D] behind reshape(expand(x[:, :, None])), heads repeated side by side."""
-    step = node
+    step: Any = node
     while step.target in _VIEWS and len(shape(step.args[0])) != 4:
-        step = step.args[0]  # type: ignore[assignment]
+        step = step.args[0]
         if step.target is torch.ops.aten.expand.default:
             break
     if step.target is not torch.ops.aten.expand.default or len(shape(step)) != 5:
         return None
-    step = step.args[0]  # type: ignore[assignment]
+    step = step.args[0]
     while step.target is torch.ops.aten.slice.Tensor and same_shape(step, step.args[0]):
-        step = step.args[0]  # type: ignore[assignment]
+        step = step.args[0]
     if step.target is not torch.ops.aten.unsqueeze.default or step.args[1] != 2:
         return None
-    source = step.args[0]
+    source: Any = step.args[0]
     while source.target is torch.ops.aten.slice.Tensor and same_shape(source, source.args[0]):
         source = source.args[0]
-    return source  # type: ignore[return-value]
+    return source
 
 
 def same_shape(a: Any, b: Any) -> bool:
@@ -277,7 +277,9 @@ def _inputs(node: fx.Node) -> Iterator[fx.Node]:
     """A node's tensor inputs: sizes do not carry key hidden states."""
     for source in node.all_input_nodes:
         value = source.meta.get("val", source.meta.get("example_value"))
-        if source.op in ("call_module", "get_attr") or isinstance(value, (torch.Tensor, tuple, list)):
+        if source.op in ("call_module", "get_attr") or isinstance(
+            value, (torch.Tensor, tuple, list)
+        ):
             yield source
 
 

@@ -18,10 +18,15 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from elastic_compile import _carry, _masks, _state
-from elastic_compile._forward import DecoderHook, ExactForward, SiteForward, SiteProgram
-from elastic_compile._forward import encode_globals
-from elastic_compile._save import SavePretrained
+from elastic_compile._forward import (
+    DecoderHook,
+    ExactForward,
+    SiteForward,
+    SiteProgram,
+    encode_globals,
+)
 from elastic_compile._report import REWRITTEN, SKIPPED, Report, SiteReport
+from elastic_compile._save import SavePretrained
 from elastic_compile._site import ElasticSite
 from elastic_compile._state import ElasticState
 from elastic_compile.config import ElasticConfig
@@ -129,7 +134,9 @@ def _sites(model: nn.Module, found: Discovery) -> list[Site]:
             continue
         plain = found.plain.calls.get(module)
         chunk = found.chunk.calls.get(module) if found.chunk is not None else None
-        site = Site(name, module, calls[0], plain[0] if plain else None, chunk[0] if chunk else None)
+        site = Site(
+            name, module, calls[0], plain[0] if plain else None, chunk[0] if chunk else None
+        )
         site.reason = _refusal(site, calls, found)
         sites.append(site)
     return sites
@@ -373,7 +380,9 @@ def _number(model: nn.Module, sites: list[Site]) -> Report:
     """Final numbering, ignored keys and report, once the self-checks have spoken."""
     base = [site for site in sites if site.rewritten]
     for index, site in enumerate(base):
-        site.module.elastic_router.index = index  # type: ignore[union-attr]
+        router = site.module.get_submodule(ROUTER)
+        assert isinstance(router, ElasticSite)
+        router.index = index
     keys = [
         f"{site.path}.{ROUTER}.{name}" if site.path else f"{ROUTER}.{name}"
         for site in base
@@ -416,8 +425,10 @@ def _device(site: Site) -> torch.device:
         return torch.device(execution)
     for parameter in site.module.parameters():
         return parameter.device
-    return site.first.attention[0].mask.device if site.first.attention[0].mask is not None else (
-        torch.device("cpu")
+    return (
+        site.first.attention[0].mask.device
+        if site.first.attention[0].mask is not None
+        else (torch.device("cpu"))
     )
 
 
@@ -486,10 +497,9 @@ def remove(model: nn.Module) -> None:
         configs = discovery.configs_of(model)
         for config, original in zip(configs, state.attention_implementations, strict=True):
             config._attn_implementation_internal = original
-    if state.ignored_keys:
-        model._keys_to_ignore_on_save = (  # type: ignore[assignment]
-            set(model._keys_to_ignore_on_save or ()) - set(state.ignored_keys)  # type: ignore[arg-type]
-        )
+    if state.ignored_keys and isinstance(model, PreTrainedModel):
+        kept = set(model._keys_to_ignore_on_save or ()) - set(state.ignored_keys)
+        model._keys_to_ignore_on_save = kept
 
 
 def _uninstall(module: nn.Module, slot: str, forward: SiteForward | ExactForward) -> None:
@@ -517,7 +527,7 @@ def _check_site(site: Site, found: Discovery) -> None:
     try:
         worst = max(_differences(site, found))
         reason = "" if worst <= 1 else f"self-check failed: error {worst:.3g} × the tolerance"
-    except Exception as error:  # noqa: BLE001  (whatever a site raises, it must not be installed)
+    except Exception as error:
         text = str(error).strip().splitlines()
         reason = f"self-check failed: {type(error).__name__}: {text[0] if text else ''}"
     if reason:

@@ -186,9 +186,7 @@ class ElasticAttentionPass(ReversibleTransformation):
         for update in updates:
             _, _, new_key, new_value, _, _ = update.args
             with graph.inserting_before(update):
-                marker = graph.call_function(
-                    matching.UPDATE, (new_key, new_value, past_input, -1)
-                )
+                marker = graph.call_function(matching.UPDATE, (new_key, new_value, past_input, -1))
             update.replace_all_uses_with(marker)
             graph.erase_node(update)
         with graph.inserting_before(node):
@@ -214,7 +212,12 @@ class ElasticAttentionPass(ReversibleTransformation):
                     size = graph.call_function(torch.ops.aten.sym_size.int, (past_input, 0))
                 user.replace_input_with(past, size)
             graph.erase_node(past)
-        for leftover in (router, training, cache, *graph.find_nodes(op="placeholder", target="kwargs")):
+        for leftover in (
+            router,
+            training,
+            cache,
+            *graph.find_nodes(op="placeholder", target="kwargs"),
+        ):
             if isinstance(leftover, fx.Node) and not leftover.users:
                 graph.erase_node(leftover)
 
@@ -234,6 +237,4 @@ def _result(found: Match | Skip) -> SiteResult:
     if isinstance(found, Skip):
         return SiteResult(found.node.name, False, found.reason)
     tap_dim = matching.shape(found.tap)[3]
-    return SiteResult(
-        found.node.name, True, "", found.kv_heads, found.head_dim, int(tap_dim)
-    )
+    return SiteResult(found.node.name, True, "", found.kv_heads, found.head_dim, int(tap_dim))

@@ -216,9 +216,7 @@ def test_save_pretrained_puts_the_router_beside_the_backbone(tmp_path):
     loaded = type(plain).from_pretrained(tmp_path / "elastic").eval()
     elastic_compile.transform(loaded, router=tmp_path / "elastic" / "elastic_router")
     torch.testing.assert_close(logits(loaded), logits(model))
-    assert torch.equal(
-        elastic_compile.last_routes(loaded), elastic_compile.last_routes(model)
-    )
+    assert torch.equal(elastic_compile.last_routes(loaded), elastic_compile.last_routes(model))
     elastic_compile.restore(model)
     model.save_pretrained(tmp_path / "restored")
     assert not (tmp_path / "restored" / "elastic_router").exists()

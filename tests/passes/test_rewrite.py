@@ -62,7 +62,7 @@ def test_counts_arguments_and_parity(kind, masks):
     # Grouped keys reach the op: nothing repeats them any more.
     assert torch.ops.aten.expand.default not in names
     (call,) = graph_module.graph.find_nodes(op="call_function", target=_runtime.attention)
-    router, query, key, value, route, mask, past, training = call.args
+    router, _, _, _, route, mask, past, training = call.args
     assert router.target == ROUTER and mask is None and past == 0
     assert training.target == "training"
     assert call.kwargs["scale"] == (0.3 if kind is graphs.NativeGrouped else None)
