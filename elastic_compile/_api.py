@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from elastic_compile import _runtime, _state
 from elastic_compile._report import Report
@@ -61,8 +62,12 @@ def transform(
     from elastic_compile._checkpoint import load_router, read_router_config
     from elastic_compile.passes import pipeline
 
-    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
-        raise ValueError("transform the model first, then compile it")
+    compiled = isinstance(model, torch._dynamo.eval_frame.OptimizedModule)
+    if compiled or any(m._compiled_call_impl is not None for m in model.modules()):
+        raise ValueError(
+            "this model is compiled already, and a compiled model cannot be traced: transform it "
+            "first, then compile it"
+        )
     if _state.owner(model) is not None:
         raise ValueError(
             "this model is transformed already; elastic_compile.restore(model) undoes that"
@@ -71,27 +76,37 @@ def transform(
         raise TypeError(f"config must be an ElasticConfig, not {type(config).__name__}")
     if router is not None:
         trained = read_router_config(router)
-        if config is not None and config.differences(trained):
-            pairs = ", ".join(
-                f"{name} {ours!r} (the router: {theirs!r})"
-                for name, (ours, theirs) in config.differences(trained).items()
-            )
-            raise ValueError(
-                f"config and the router in {os.fspath(router)!r} disagree: {pairs}; leave config "
-                "out to use the router's own"
-            )
+        if config is not None:
+            # The kernel is the machine's choice, not the router's.
+            trained = dataclasses.replace(trained, kernel=config.kernel)
+            differences = config.differences(trained)
+            if differences:
+                pairs = ", ".join(
+                    f"{name} {ours!r} (the router: {theirs!r})"
+                    for name, (ours, theirs) in differences.items()
+                )
+                raise ValueError(
+                    f"config and the router in {os.fspath(router)!r} disagree: {pairs}; leave "
+                    "config out to use the router's own"
+                )
         config = trained
+    inner = _hugging_face_model(model) if example_inputs is None else model
     report_ = pipeline.transform(
-        model, config or ElasticConfig(), example_inputs, allow_unrewritten
+        inner, config or ElasticConfig(), example_inputs, allow_unrewritten
     )
     if router is not None:
         try:
             load_router(model, router)
         except BaseException:
-            pipeline.remove(model)
+            pipeline.remove(inner)
             raise
     logger.info("%s", report_.summary())
     return model
+
+
+def _hugging_face_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside a wrapper (PEFT, DDP), or ``model`` itself."""
+    return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
 
 
 def restore(model: nn.Module) -> nn.Module:

@@ -7,6 +7,7 @@ and none branches on one: lengths may be tensors (static caches) or integers.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -19,12 +20,17 @@ from elastic_compile.kernels import ops
 from elastic_compile.router import PoolState, boundary_pool, decide, pool_read, pool_start
 from elastic_compile.router import pool_update as pool_add
 
+logger = logging.getLogger("elastic_compile")
+
 Length = int | Tensor
 
 ROUTE = "elastic_route"
 """Attribute of a cache layer that holds its routes, int32 [B, kv heads]."""
 POOL = ("elastic_pool_sum", "elastic_pool_count", "elastic_pool_tail", "elastic_pool_mask")
 """Attributes of a cache layer that hold the running pool of ``reroute="each_call"``."""
+
+_DENSE_MASK = "a 4-D mask that is not causal and padding alone"
+_SAID: set[str] = set()
 
 
 def _self_attention(cache: Any) -> Any:
@@ -238,6 +244,7 @@ def _attend(
             key, value = key[:, :, : mask.shape[-1]], value[:, :, : mask.shape[-1]]
         if not torch.compiler.is_compiling():
             _state.remember(site, torch.zeros_like(route), past + length, None)
+            _say_once(_DENSE_MASK)
         return ops.exact_attention(
             query,
             key,
@@ -248,7 +255,7 @@ def _attend(
             sinks=sinks,
             dropout_p=dropout,
             dropout_seed=seed,
-            reason="a 4-D mask that is not causal and padding alone",
+            reason=_DENSE_MASK,
         )[0]
     kv_len: Tensor | None = None
     if isinstance(past, Tensor):
@@ -292,6 +299,16 @@ def _attend(
             query, key, value, route, sink=site.sink, local=site.local, scale=scale
         )
     return _relaxed.mix(attend, route, query.shape[1] // route.shape[1])
+
+
+def _say_once(reason: str) -> None:
+    if reason not in _SAID:
+        _SAID.add(reason)
+        logger.warning(
+            "a call goes through exact attention with every head full: %s "
+            "(elastic_compile.counters() counts them; this is said once)",
+            reason,
+        )
 
 
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -76,6 +76,14 @@ def implementations() -> tuple[str, ...]:
     return tuple(_registry)
 
 
+def default_implementation(device_type: str) -> str:
+    """Name of the implementation that ``"auto"`` prefers on a device type, short cuts apart."""
+    for entry in _registry.values():
+        if not entry.special and (not entry.devices or device_type in entry.devices):
+            return entry.name
+    raise ValueError(f"no implementation runs on {device_type!r}")
+
+
 def select(
     call: AttentionCall, *, backward: bool = False
 ) -> tuple[Implementation, tuple[str, ...]]:

@@ -13,8 +13,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from elastic_compile.kernels import _library
+from elastic_compile.kernels._dispatch import default_implementation
 
-__all__ = ["attention", "exact_attention"]
+__all__ = ["attention", "default_implementation", "exact_attention"]
 
 
 def attention(

@@ -30,7 +30,7 @@ from elastic_compile._save import SavePretrained
 from elastic_compile._site import ElasticSite
 from elastic_compile._state import ElasticState
 from elastic_compile.config import ElasticConfig
-from elastic_compile.kernels import _dispatch
+from elastic_compile.kernels import ops
 from elastic_compile.passes import capture, discovery
 from elastic_compile.passes.capture import CaptureError, SiteGraph, unwrapped_forward
 from elastic_compile.passes.discovery import PLAIN_CAUSAL, Discovery, SiteCall
@@ -407,15 +407,8 @@ def _site_report(site: Site) -> SiteReport:
         reason=site.reason,
         kv_heads=site.result.kv_heads if site.result else attention.key_shape[1],
         head_dim=site.result.head_dim if site.result else attention.key_shape[3],
-        implementation=_default_kernel(device) if site.rewritten else "as loaded",
+        implementation=ops.default_implementation(device.type) if site.rewritten else "as loaded",
     )
-
-
-def _default_kernel(device: torch.device) -> str:
-    for entry in _dispatch._registry.values():
-        if not entry.special and (not entry.devices or device.type in entry.devices):
-            return entry.name
-    return "reference"
 
 
 def _device(site: Site) -> torch.device:
