@@ -139,6 +139,7 @@ def _gemma(**more: Any) -> Callable[[int], dict[str, Any]]:
         "head_dim": HEAD_DIM,
         # Not the head size: a dropped scale shows.
         "query_pre_attn_scalar": 20,
+        "tie_word_embeddings": False,
         "sliding_window": 16,
         "layer_types": _alternating(layers, "sliding_attention"),
         **more,
@@ -303,12 +304,13 @@ def _is_query_or_key(name: str) -> bool:
 
 
 @torch.no_grad()
-def scale_weights(model: nn.Module, seed: int = 0) -> None:
+def scale_weights(model: Any, seed: int = 0) -> None:
     """Redraw every parameter from one seed, large enough for attention to be selective.
 
     Matrices have the standard deviation of 1/sqrt(hidden), query and key projections 1.8 times
     that (logits of the softmax then spread over about ±3); vectors are their initial value plus
-    noise, so that norms and biases cannot be dropped unnoticed.
+    noise, so that norms and biases cannot be dropped unnoticed. Embeddings that the model
+    multiplies by sqrt(hidden) are divided by it, or the residual stream would drown attention.
     """
     generator = torch.Generator().manual_seed(seed)
     seen: set[int] = set()
@@ -323,6 +325,8 @@ def scale_weights(model: nn.Module, seed: int = 0) -> None:
             parameter.add_(noise, alpha=0.2)
         else:
             gain = 1.8 if _is_query_or_key(name) else 1.0
+            if "embed_tokens" in name and "gemma" in model.config.model_type:
+                gain /= math.sqrt(HIDDEN)
             parameter.copy_(noise * (gain / math.sqrt(HIDDEN)))
 
 

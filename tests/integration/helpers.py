@@ -107,10 +107,11 @@ def decode_logits(
     rows = []
     cuts = [(0, prefill)] + [(i, i + 1) for i in range(prefill, ids.shape[1])]
     for low, high in cuts:
-        where = None if position_ids is None else position_ids[:, low:high]
-        seen = None if mask is None else mask[:, :high]
+        # Contiguous, as `generate` makes them: compiled models guard on strides.
+        where = None if position_ids is None else position_ids[:, low:high].contiguous()
+        seen = None if mask is None else mask[:, :high].contiguous()
         extra = {} if where is None else {"position_ids": where}
-        rows.append(run(model, ids[:, low:high], seen, cache, **extra).logits)
+        rows.append(run(model, ids[:, low:high].contiguous(), seen, cache, **extra).logits)
     return torch.cat(rows, dim=1)
 
 
@@ -176,8 +177,9 @@ def routers(model: nn.Module) -> list[nn.Module]:
 def random_routers(model: nn.Module, seed: int = 0) -> Iterator[None]:
     """Routers whose choice depends on the prompt, for the length of a block.
 
-    Weights are random and biases zero, so that the sign of the two logits' difference, and with it
-    the route, follows the pooled keys rather than a constant.
+    Weights are random and biases zero. They are also small: SiLU is then nearly linear, so that
+    the sign of the two logits' difference, and with it the route, follows the pooled keys instead
+    of SiLU's positive mean.
     """
     generator = torch.Generator().manual_seed(seed)
     saved: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -190,7 +192,7 @@ def random_routers(model: nn.Module, seed: int = 0) -> Iterator[None]:
                         parameter.zero_()
                     else:
                         noise = torch.randn(parameter.shape, generator=generator)
-                        parameter.copy_(noise * (3.0 / parameter.shape[-1] ** 0.5))
+                        parameter.copy_(noise * (1.2 / parameter.shape[-1] ** 0.5))
         yield
     finally:
         with torch.no_grad():

@@ -7,6 +7,7 @@ many as the rewritten sites, no call took the exact path, and forced routes stil
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +17,6 @@ import torch._dynamo
 import elastic_compile
 from tests.families import FAMILIES, build, tokens
 from tests.integration.helpers import (
-    cache_of,
     counting,
     decode_logits,
     elastic_config,
@@ -32,7 +32,8 @@ from tests.integration.helpers import (
     streaming_oracle,
 )
 
-ATOL = 1e-5
+# Rounding in other shapes and, under Inductor, in other orders.
+ATOL = 2e-5
 LENGTHS = (20, 33, 47, 64, 65)
 
 # Graphs that the untouched model takes under the eager backend, all lengths together: prefill
@@ -52,14 +53,19 @@ GRAPHS = {
 }
 # Llama-4 without its vision part has no module between the model and the masks to hook.
 EXTRA = {"llama4": 1}
-FAST = ["llama", "gpt2", "falcon", "gemma3"]
-
-
-def families(names=None):
-    return [
-        pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow])
-        for name in (names or GRAPHS)
-    ]
+# Minutes of tracing that only tell whether the table above is still that of the untouched models.
+everything = pytest.mark.skipif(
+    not os.environ.get("ELASTIC_COMPILE_FULL"), reason="set ELASTIC_COMPILE_FULL=1"
+)
+GENERATE = [
+    ("llama", "dynamic"),
+    ("llama", "static"),
+    ("gpt2", "static"),
+    ("falcon", "dynamic"),
+    ("gemma3", "dynamic"),
+    ("llama4", "dynamic"),
+]
+REST = [(n, c) for n in GRAPHS for c in ("dynamic", "static") if (n, c) not in GENERATE]
 
 
 class Recorder:
@@ -131,7 +137,8 @@ def compiled(model, backend):
 
 
 @pytest.mark.parametrize(
-    "name", [n if n == "llama" else pytest.param(n, marks=pytest.mark.slow) for n in GRAPHS]
+    "name",
+    ["llama", *(pytest.param(n, marks=everything) for n in GRAPHS if n != "llama")],
 )
 def test_the_untouched_models_graphs(name):
     model = build(name)
@@ -152,7 +159,7 @@ def test_the_untouched_models_graphs(name):
 # --- prefill --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", families())
+@pytest.mark.parametrize("name", GRAPHS)
 def test_prefill_of_five_lengths(pairs, name):
     """B16, B18: no cache, no mask; one graph that holds one op per rewritten site."""
     pair, recorder = pairs(name), Recorder()
@@ -177,7 +184,7 @@ def test_prefill_of_five_lengths(pairs, name):
 
 
 @pytest.mark.parametrize("masked", ["ones", "left", "right"])
-@pytest.mark.parametrize("name", ["llama", pytest.param("falcon", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama"])
 def test_prefill_with_a_padding_mask(pairs, name, masked):
     """B51: whether a mask pads is never asked of its values."""
     pair, recorder = pairs(name), Recorder()
@@ -198,7 +205,7 @@ def test_prefill_with_a_padding_mask(pairs, name, masked):
 
 
 @pytest.mark.parametrize("mask", ["none", "ones"])
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_no_dense_mask_in_the_graph(pairs, name, mask):
     """B49, B50: no [B, 1, S, S] tensor where every site was rewritten; the untouched has one."""
     pair, length = pairs(name), 37
@@ -215,17 +222,6 @@ def test_no_dense_mask_in_the_graph(pairs, name, mask):
         assert found["model"] == 0
     else:  # the mask of the sliding layer stays, that of the full layer goes
         assert 0 < found["model"] < found["base"]
-
-
-def test_prefill_into_a_dynamic_cache(pairs):
-    pair, recorder = pairs("llama"), Recorder()
-    with counted() as graphs, counting() as count:
-        model = compiled(pair.model, recorder)
-        for length in LENGTHS[:3]:
-            ids = tokens(3, length)
-            assert error(logits(model, ids, use_cache=True), logits(pair.base, ids)) <= ATOL
-    assert graphs["graphs"] == 1 and recorder.ops() == [2]
-    assert count == {"calls": 6, "fallbacks": {}}
 
 
 def test_prefill_of_embeddings(pairs):
@@ -261,8 +257,9 @@ def test_positions_of_the_callers_are_exact_and_counted(pairs):
 # --- generate -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", families())
+@pytest.mark.parametrize(
+    "name, cache", [*GENERATE, *(pytest.param(*case, marks=everything) for case in REST)]
+)
 def test_generate(pairs, name, cache):
     """`model.compile()`: prefill and decode of two lengths, left-padded."""
     pair, recorder = pairs(name), Recorder()
@@ -288,42 +285,36 @@ def test_generate(pairs, name, cache):
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_decode_of_many_steps(pairs, kind):
-    """B17, B82: 30 steps are one graph; their logits are the oracle's."""
+    """B17, B82: all steps are one graph; their logits are the oracle's, routes forced or routed."""
     pair, recorder = pairs("llama"), Recorder()
     ids, mask = prompts(3, 48, side="left")
     at = positions(mask)
-    routes = pair.routes("mixed")
     with counted() as graphs, counting() as count, module_compile(pair.model, recorder):
-        with elastic_compile.force_routes(pair.model, routes):
+        forced = pair.routes("mixed")
+        with elastic_compile.force_routes(pair.model, forced):
             cache = new_cache(pair.model, kind)
             actual = decode_logits(pair.model, ids, mask, cache, 30, position_ids=at)
+        with random_routers(pair.model, seed=3):
+            other = new_cache(pair.model, kind)
+            routed = decode_logits(pair.model, ids, mask, other, 36, position_ids=at)
     assert graphs["graphs"] <= 2 and recorder.ops() == [2, 2]
-    assert count == {"calls": 2 * 19, "fallbacks": {}}
-    assert error(actual, streaming_oracle(pair, ids, routes, mask, position_ids=at), mask) <= ATOL
-    assert torch.equal(routes_of(cache), routes.expand(3, -1, -1))
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_routers_decide_in_compiled_graphs_too(pairs, kind):
-    """The routes of a compiled prefill are on the cache, and its steps keep them."""
-    pair, recorder = pairs("llama"), Recorder()
-    ids, mask = prompts(side="left")
-    at = positions(mask)
-    with random_routers(pair.model, seed=3):
-        eager = new_cache(pair.model, kind)
-        expected = decode_logits(pair.model, ids, mask, eager, 34, position_ids=at)
-        with counted(), module_compile(pair.model, recorder):
-            cache = new_cache(pair.model, kind)
-            actual = decode_logits(pair.model, ids, mask, cache, 34, position_ids=at)
-    assert torch.equal(routes_of(cache), routes_of(eager))
-    assert 0 < routes_of(cache).float().mean() < 1
+    assert count == {"calls": 2 * (19 + 13), "fallbacks": {}}
+    assert torch.equal(routes_of(cache), forced.expand(3, -1, -1))
+    expected = streaming_oracle(pair, ids, forced, mask, position_ids=at)
     assert error(actual, expected, mask) <= ATOL
-    assert error(actual, logits(pair.base, ids, mask, position_ids=at), mask) > 1e-3
-    assert recorder.ops() == [2, 2]
+    # The routes of a compiled prefill are on its cache, those of an eager one, and the steps kept
+    # them.
+    routes = routes_of(other)
+    assert 0 < routes.float().mean() < 1
+    expected = streaming_oracle(pair, ids, routes, mask, position_ids=at)
+    assert error(routed, expected, mask) <= ATOL
+    with random_routers(pair.model, seed=3):
+        run(pair.model, ids[:, :36], mask[:, :36], position_ids=at[:, :36])
+        assert torch.equal(routes_of(pair.model), routes)
 
 
 def test_a_second_turn(pairs):
-    pair, recorder = pairs("llama"), Recorder()
+    pair, recorder = pairs("llama", layers=1), Recorder()
     ids = tokens(2, 45)
     with counted() as graphs, counting() as count, module_compile(pair.model, recorder):
         for _ in range(2):
@@ -334,12 +325,12 @@ def test_a_second_turn(pairs):
             ]
             assert error(torch.cat(rows, dim=1), logits(pair.base, ids)) <= ATOL
     # Prefill, decode, and several tokens on a filled cache: as the untouched model.
-    assert graphs["graphs"] <= 3 and set(recorder.ops()) == {2}
-    assert count == {"calls": 2 * 12, "fallbacks": {}}
+    assert graphs["graphs"] <= 3 and set(recorder.ops()) == {1}
+    assert count == {"calls": 2 * 6, "fallbacks": {}}
 
 
 def test_reset_of_a_static_cache_routes_again(pairs):
-    pair = pairs("llama")
+    pair = pairs("llama", layers=1)
     first, second = tokens(2, 30, seed=1), tokens(2, 36, seed=2)
     with random_routers(pair.model, seed=3), counted() as graphs:
         with module_compile(pair.model, "eager"):
@@ -359,8 +350,8 @@ def test_reset_of_a_static_cache_routes_again(pairs):
 
 
 def test_loading_a_router_adds_no_graph(tmp_path):
-    model = elastic_compile.transform(build("llama"), elastic_config())
-    other = elastic_compile.transform(build("llama"), elastic_config())
+    model = elastic_compile.transform(build("llama", layers=1), elastic_config())
+    other = elastic_compile.transform(build("llama", layers=1), elastic_config())
     ids = tokens(3, 40)
     with random_routers(other, seed=3):
         elastic_compile.save_router(other, tmp_path)
@@ -371,20 +362,20 @@ def test_loading_a_router_adds_no_graph(tmp_path):
         elastic_compile.load_router(model, tmp_path)
         routed = logits(function, ids)
     assert graphs["graphs"] == 1
-    assert count == {"calls": 4, "fallbacks": {}}
+    assert count == {"calls": 2, "fallbacks": {}}
     assert error(routed, expected) <= ATOL
     assert error(routed, full) > 1e-3
 
 
 def test_forcing_tables_adds_no_graph(pairs):
-    pair = pairs("llama")
+    pair = pairs("llama", layers=1)
     ids = tokens(3, 40)
     with counted() as graphs:
         function = compiled(pair.model, "eager")
         logits(function, ids)
         for seed in range(4):
             generator = torch.Generator().manual_seed(seed)
-            routes = torch.randint(0, 2, (2, 2), generator=generator)
+            routes = torch.randint(0, 2, (1, 2), generator=generator)
             with elastic_compile.force_routes(pair.model, routes):
                 assert error(logits(function, ids), streaming_oracle(pair, ids, routes)) <= ATOL
     assert graphs["graphs"] == 1
@@ -392,23 +383,23 @@ def test_forcing_tables_adds_no_graph(pairs):
 
 def test_routes_per_sample(pairs):
     """These may compile once more, and are right."""
-    pair, recorder = pairs("llama"), Recorder()
+    pair, recorder = pairs("llama", layers=1), Recorder()
     ids = tokens(3, 40)
     with counted() as graphs, counting() as count:
         function = compiled(pair.model, recorder)
         logits(function, ids)
         for seed in range(3):
             generator = torch.Generator().manual_seed(seed)
-            routes = torch.randint(0, 2, (3, 2, 2), generator=generator)
+            routes = torch.randint(0, 2, (3, 1, 2), generator=generator)
             with elastic_compile.force_routes(pair.model, routes):
                 assert error(logits(function, ids), streaming_oracle(pair, ids, routes)) <= ATOL
         assert error(logits(function, ids), logits(pair.base, ids)) <= ATOL
-    assert graphs["graphs"] <= 2 and set(recorder.ops()) == {2}
+    assert graphs["graphs"] <= 2 and set(recorder.ops()) == {1}
     assert count["fallbacks"] == {}
 
 
 def test_route_length_in_a_compiled_evaluation(pairs):
-    pair = pairs("llama")
+    pair = pairs("llama", layers=1)
     with random_routers(pair.model, seed=3), counted() as graphs, counting() as count:
         function = compiled(pair.model, "eager")
         for seed in range(3):
@@ -424,9 +415,9 @@ def test_route_length_in_a_compiled_evaluation(pairs):
     assert count["fallbacks"] == {}
 
 
-def test_grad_mode_and_batch_of_one(pairs):
+def test_a_batch_of_one(pairs):
     """A batch of one may be a graph of its own, as it is for the untouched model."""
-    pair, found = pairs("llama"), {}
+    pair, found = pairs("llama", layers=1), {}
     for key, model in (("base", pair.base), ("model", pair.model)):
         with counted() as graphs:
             function = compiled(model, "eager")
@@ -479,7 +470,7 @@ def test_functions_see_through_a_compiled_model(pairs):
 
 def test_training_step_compiles(pairs):
     """Forward and backward through AOT autograd: loss and gradients equal the eager ones."""
-    model = elastic_compile.transform(build("llama"), elastic_config())
+    model = elastic_compile.transform(build("llama", layers=1), elastic_config())
     ids = tokens(2, 40)
     for routes in ("full", "sparse"):
         gradients = []
@@ -488,7 +479,7 @@ def test_training_step_compiles(pairs):
             with counting() as count, elastic_compile.force_routes(model, routes):
                 loss = function(ids, labels=ids, use_cache=False).loss
                 loss.backward()
-            assert count["calls"] >= 2 and count["fallbacks"] == {}
+            assert count["calls"] >= 1 and count["fallbacks"] == {}
             backbone = {
                 n: p.grad.clone() for n, p in model.named_parameters() if "elastic_router" not in n
             }
@@ -528,18 +519,6 @@ def test_inductor(pairs):
         # The untouched model takes three on a dynamic cache: a stride of the first key.
         assert graphs["graphs"] <= 2
         assert count == {"calls": 12, "fallbacks": {}}
-
-
-def test_cache_of_a_compiled_call(pairs):
-    """`last_routes` says where to look: a compiled call leaves nothing in the thread."""
-    pair = pairs("llama")
-    ids = tokens(3, 40)
-    with random_routers(pair.model, seed=3), counted():
-        function = compiled(pair.model, "eager")
-        with torch.no_grad():
-            cache = cache_of(function(ids, use_cache=True))
-        run(pair.model, ids)
-        assert torch.equal(routes_of(cache), routes_of(pair.model))
 
 
 def test_every_family_is_in_the_table_or_has_a_reason():

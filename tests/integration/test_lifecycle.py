@@ -143,7 +143,7 @@ def test_backbone_names_do_not_change():
 
 def test_example_inputs_may_be_given():
     model = build("llama")
-    example = {"input_ids": tokens(2, 19), "attention_mask": torch.ones(2, 19, dtype=torch.int64)}
+    example = {"input_ids": tokens(3, 19), "attention_mask": torch.ones(3, 19, dtype=torch.int64)}
     elastic_compile.transform(model, elastic_config(), example_inputs=example)
     assert len(rewritten_rows(model)) == 2
     ids, mask = prompts(side="left")
@@ -392,10 +392,11 @@ def test_pickle_in_another_process(tmp_path):
         import elastic_compile
         assert elastic_compile.is_transformed(model)
         with torch.no_grad():
-            assert torch.equal(model(ids).logits, full)
+            assert (model(ids, use_cache=False).logits - full).abs().max() <= 1e-5
             assert sum(elastic_compile.counters()["calls"].values()) == 2
             with elastic_compile.force_routes(model, "sparse"):
-                assert (model(ids).logits - sparse).abs().max() == 0
+                assert (model(ids, use_cache=False).logits - sparse).abs().max() <= 1e-5
+            assert (full - sparse).abs().max() > 1e-3
             mask = torch.ones_like(ids)
             mask[0, :5] = 0
             assert model.generate(ids, attention_mask=mask, max_new_tokens=3).shape[1] == 43

@@ -25,7 +25,8 @@ from tests.integration.helpers import (
     streaming_oracle,
 )
 
-ATOL = 1e-5
+# The untouched model run in another shape (cached, padded) rounds by up to 1e-5 itself.
+ATOL = 2e-5
 SMOKE = {"llama", "gpt2", "gemma3"}
 rewritten_families = pytest.mark.parametrize(
     "name",
