@@ -123,8 +123,9 @@ def _flash(
     # This ATen op is what scaled_dot_product_attention runs; it also returns the log-sum-exp. It
     # wants one head size, and zeros behind the shorter one change nothing.
     size = value.shape[3]
-    head = max(query.shape[3], size)
-    query, key, value = (F.pad(x, (0, head - x.shape[3])) for x in (query, key, value))
+    if size != query.shape[3]:
+        head = max(query.shape[3], size)
+        query, key, value = (F.pad(x, (0, head - x.shape[3])) for x in (query, key, value))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, attn_mask=mask, scale=scale
     )

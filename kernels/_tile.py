@@ -91,41 +91,51 @@ class TileGradients(NamedTuple):
 
 def forward(tile: Tile) -> tuple[Tensor, Tensor]:
     """Returns output [B, Hq, Sq, Dv] and log-sum-exp [B, Hq, Sq] in the computation dtype."""
-    state = _evaluate(tile)
+    state = _evaluate(tile, None)
     weights = state.weights if state.keep is None else state.weights * state.keep
     out = _unfold(weights.flatten(2, 3) @ state.value, state.lse)
     return out, state.lse.flatten(1, 2)
 
 
-def backward(tile: Tile, grad_out: Tensor, grad_lse: Tensor | None) -> TileGradients:
-    """Gradients of a tile, from those of its output [B, Hq, Sq, Dv] and lse [B, Hq, Sq]."""
-    state = _evaluate(tile)
+def backward(
+    tile: Tile,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    saved: tuple[Tensor, Tensor] | None = None,
+) -> TileGradients:
+    """Gradients of a tile.
+
+    Args:
+        tile: The tile.
+        grad_out: Gradient of its output [B, Hq, Sq, Dv].
+        grad_lse: Gradient of its log-sum-exp [B, Hq, Sq], or None for zero.
+        saved: Its output and log-sum-exp, to spare computing them again; they carry the rounding of
+            the output's dtype into the gradients.
+    """
+    state = _evaluate(tile, None if saved is None else saved[1])
     grad = _fold(grad_out.to(state.query.dtype), state)
-    if state.empty is not None:
-        grad = grad.masked_fill(state.empty.flatten(2, 3)[..., None], 0.0)
+    grad = grad.masked_fill(state.empty.flatten(2, 3)[..., None], 0.0)
     weights = state.weights if state.keep is None else state.weights * state.keep
     grad_value = weights.flatten(2, 3).mT @ grad
-    grad_weights = (grad @ state.value.mT).view_as(state.weights)
+    grad_scores = (grad @ state.value.mT).view_as(state.weights)
     if state.keep is not None:
-        grad_weights = grad_weights * state.keep
+        grad_scores.mul_(state.keep)
 
     # The row term of the softmax's gradient also carries what arrived through the log-sum-exp.
-    delta = (state.weights * grad_weights).sum(-1)
+    if saved is None:
+        delta = (state.weights * grad_scores).sum(-1)
+    else:
+        delta = (grad * _fold(saved[0].to(grad.dtype), state)).sum(-1).view_as(state.lse)
     if grad_lse is not None:
-        through_lse = grad_lse.to(delta.dtype).view_as(delta)
-        if state.empty is not None:
-            through_lse = through_lse.masked_fill(state.empty, 0.0)
-        delta = delta - through_lse
-    grad_scores = state.weights * (grad_weights - delta[..., None])
-    grad_bias = grad_scores if tile.bias is not None else None
-
-    if tile.softcap is not None:
-        slope = 1.0 - (state.capped / tile.softcap).square()
-        grad_scores = grad_scores * slope
-    grad_scores = (grad_scores * tile.scale).flatten(2, 3)
+        delta = delta - grad_lse.to(delta.dtype).view_as(delta).masked_fill(state.empty, 0.0)
+    grad_scores.sub_(delta[..., None]).mul_(state.weights)
+    grad_bias = None if tile.bias is None else grad_scores.clone()
+    if state.capped is not None and tile.softcap is not None:
+        grad_scores.mul_(1.0 - (state.capped / tile.softcap).square())
+    folded = grad_scores.flatten(2, 3)
     return TileGradients(
-        query=_unfold(grad_scores @ state.key, state.lse),
-        key=grad_scores.mT @ state.query,
+        query=_unfold(folded @ state.key, state.lse) * tile.scale,
+        key=folded.mT @ state.query,
         value=grad_value,
         sinks=_sink_gradient(tile, state, delta),
         bias=grad_bias,
@@ -135,45 +145,46 @@ def backward(tile: Tile, grad_out: Tensor, grad_lse: Tensor | None) -> TileGradi
 class _State(NamedTuple):
     """Intermediates of both directions, the query heads of a group folded into its rows."""
 
-    query: Tensor  # [B, Hkv, G * Sq, D]
+    query: Tensor  # [B, Hkv, G * Sq, D], scaled
     key: Tensor  # [B, Hkv, Skv, D]
     value: Tensor  # [B, Hkv, Skv, Dv]
-    capped: Tensor  # [B, Hkv, G, Sq, Skv], scores after the softcap, before bias and mask
+    capped: Tensor | None  # [B, Hkv, G, Sq, Skv], scores after a softcap, before bias and mask
     weights: Tensor  # [B, Hkv, G, Sq, Skv], the softmax before dropout
     keep: Tensor | None  # [B, Hkv, G, Sq, Skv]
     lse: Tensor  # [B, Hkv, G, Sq]
-    empty: Tensor | None  # bool [B, Hkv, G, Sq], rows that see nothing; None when there are none
+    empty: Tensor  # bool [B, Hkv, G, Sq], rows that see nothing
 
 
-def _evaluate(tile: Tile) -> _State:
+def _evaluate(tile: Tile, lse: Tensor | None) -> _State:
     dtype = tile.dtype or compute_dtype(tile.query.dtype)
     batch, heads, rows, _ = tile.query.shape
     _, kv_heads, keys, _ = tile.key.shape
-    query = tile.query.to(dtype).reshape(batch, kv_heads, heads // kv_heads * rows, -1)
+    query = (tile.query.to(dtype) * tile.scale).reshape(batch, kv_heads, -1, tile.query.shape[3])
     key, value = tile.key.to(dtype), tile.value.to(dtype)
     if tile.real is not None:
         unreal = ~tile.real[:, None, :, None]
         key, value = key.masked_fill(unreal, 0.0), value.masked_fill(unreal, 0.0)
 
-    capped = (query @ key.mT).view(batch, kv_heads, heads // kv_heads, rows, keys) * tile.scale
+    scores = (query @ key.mT).view(batch, kv_heads, heads // kv_heads, rows, keys)
+    capped = None
     if tile.softcap is not None:
-        capped = tile.softcap * torch.tanh(capped / tile.softcap)
-    scores = capped if tile.bias is None else capped + tile.bias
+        capped = scores.div_(tile.softcap).tanh_().mul_(tile.softcap)
+        scores = capped.clone()
+    if tile.bias is not None:
+        scores.add_(tile.bias)
     if tile.visible is not None:
-        scores = scores.masked_fill(~tile.visible, -torch.inf)
-    lse = torch.logsumexp(scores, -1)
+        scores.masked_fill_(~tile.visible, -torch.inf)
 
-    empty = None
-    if tile.visible is not None or tile.bias is not None:
+    if lse is None:
+        lse = torch.logsumexp(scores, -1)
         empty = lse == -torch.inf
-        query = query.masked_fill(empty.flatten(2, 3)[..., None], 0.0)
-    if tile.sinks is not None:
-        lse = torch.logaddexp(lse, _per_head(tile.sinks, lse))
-    if empty is not None:
-        lse = lse.masked_fill(empty, -torch.inf)
-        weights = torch.exp(scores - lse.masked_fill(empty, 0.0)[..., None])
+        if tile.sinks is not None:
+            lse = torch.logaddexp(lse, _per_head(tile.sinks, lse)).masked_fill_(empty, -torch.inf)
     else:
-        weights = torch.exp(scores - lse[..., None])
+        lse = lse.to(dtype).reshape(scores.shape[:-1])
+        empty = lse == -torch.inf
+    weights = scores.sub_(lse.masked_fill(empty, 0.0)[..., None]).exp_()
+    query = query.masked_fill(empty.flatten(2, 3)[..., None], 0.0)
     keep = None if tile.dropout is None else tile.dropout.factor(dtype)
     return _State(query, key, value, capped, weights, keep, lse, empty)
 
@@ -181,9 +192,7 @@ def _evaluate(tile: Tile) -> _State:
 def _sink_gradient(tile: Tile, state: _State, delta: Tensor) -> Tensor | None:
     if tile.sinks is None:
         return None
-    share = torch.exp(_per_head(tile.sinks, state.lse) - state.lse)
-    if state.empty is not None:
-        share = share.masked_fill(state.empty, 0.0)
+    share = torch.exp(_per_head(tile.sinks, state.lse) - state.lse).masked_fill(state.empty, 0.0)
     return -(share * delta).sum((0, 3)).flatten()
 
 

@@ -51,7 +51,6 @@ def backward(
     call: AttentionCall, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Returns the gradients of query, key, value and learned sinks (None without)."""
-    del out, lse
     dtype = compute_dtype(call.query.dtype)
     query = torch.zeros_like(call.query, memory_format=torch.contiguous_format)
     key = torch.zeros_like(call.key, dtype=dtype, memory_format=torch.contiguous_format)
@@ -62,7 +61,8 @@ def backward(
         upstream_lse = None if grad_lse is None else segment.of_queries(grad_lse)
         for work in _tiles(call, segment):
             part_lse = None if upstream_lse is None else upstream_lse[:, :, work.rows]
-            grads = _tile.backward(work.tile, upstream[:, :, work.rows], part_lse)
+            saved = tuple(segment.of_queries(result)[:, :, work.rows] for result in (out, lse))
+            grads = _tile.backward(work.tile, upstream[:, :, work.rows], part_lse, saved)
             segment.of_queries(query)[:, :, work.rows] = grads.query
             work.add_to(segment.of_keys(key), grads.key)
             work.add_to(segment.of_keys(value), grads.value)
