@@ -8,6 +8,7 @@ got, and attends through the implementation that the model was loaded with.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -24,15 +25,24 @@ from transformers.masking_utils import (
 
 SDPA = "elastic_compile"
 EAGER = "elastic_compile_eager"
+OTHER = "elastic_compile_other"
 
 
 def implementation_for(original: str | None) -> str:
     """Name that a model loaded with ``original`` is switched to while transformed.
 
-    Layers that stay as they are keep computing what ``original`` computes: eager's formula when
-    the model was loaded with it, torch SDPA (same mathematics) for SDPA, Flash and Flex.
+    Layers that stay as they are keep computing what ``original`` computes: ``sdpa`` itself (which
+    in some transformers releases ignores a soft-cap), eager's formula, or, for Flash and Flex,
+    the same mathematics through SDPA, and through eager's formula where SDPA lacks a term.
     """
-    return EAGER if original in (None, "eager") else SDPA
+    if original in (None, "eager"):
+        return EAGER
+    return SDPA if original == "sdpa" else OTHER
+
+
+def honours_every_term(implementation: str) -> bool:
+    """Whether soft-cap and learned sinks that a module passes on are part of its attention."""
+    return implementation != SDPA
 
 
 def is_unpadded_marker(mask: Tensor) -> bool:
@@ -125,24 +135,33 @@ def _eager_function(module: nn.Module) -> Callable | None:
 
 
 def exact_interface_attention(
+    implementation: str,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    *,
-    eager: bool,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What the untouched model computes at an ``AttentionInterface`` call, dense mask given."""
-    needs_eager = (
-        eager
-        or kwargs.get("softcap") is not None
-        or kwargs.get("s_aux") is not None
-        or bool(kwargs.get("output_attentions"))
-        or bool(getattr(getattr(module, "config", None), "output_attentions", False))
-    )
-    function = _eager_function(module) if needs_eager else None
+    """What the untouched model computes at an ``AttentionInterface`` call, dense mask given.
+
+    Args:
+        implementation: :data:`SDPA`, :data:`EAGER` or :data:`OTHER`.
+        module: The attention module.
+        query: [B, Hq, S, D].
+        key: [B, Hkv, T, D].
+        value: [B, Hkv, T, Dv].
+        attention_mask: Bool or additive, broadcastable to [B, Hq, S, T]; None: causal if the
+            module is.
+        **kwargs: The call's other arguments.
+
+    Returns:
+        Output [B, S, Hq, Dv] and, from eager's formula, the weights.
+    """
+    terms = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
+    function = None
+    if implementation == EAGER or (implementation == OTHER and terms):
+        function = _eager_function(module)
     if function is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True):
@@ -153,24 +172,11 @@ def exact_interface_attention(
     return function(module, query, key, value, attention_mask, **kwargs)
 
 
-def _attention_sdpa(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
-    return exact_interface_attention(module, query, key, value, mask, eager=False, **kwargs)
-
-
-def _attention_eager(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
-    return exact_interface_attention(module, query, key, value, mask, eager=True, **kwargs)
-
-
 def register() -> None:
     """Register the implementations with transformers; a second call changes nothing."""
-    AttentionInterface.register(SDPA, _attention_sdpa)
-    AttentionInterface.register(EAGER, _attention_eager)
-    AttentionMaskInterface.register(SDPA, elastic_mask)
-    AttentionMaskInterface.register(EAGER, elastic_mask)
+    for name in (SDPA, EAGER, OTHER):
+        AttentionInterface.register(name, functools.partial(exact_interface_attention, name))
+        AttentionMaskInterface.register(name, elastic_mask)
 
 
 # At import: a pickled model is loaded in processes that never called `transform`.

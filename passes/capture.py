@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import operator
 from collections import OrderedDict
@@ -23,6 +24,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
+from elastic_compile._forward import ExactForward, SiteForward
 from elastic_compile.passes import _markers, discovery
 from elastic_compile.passes.discovery import SiteCall
 
@@ -95,6 +97,12 @@ def unwrapped_forward(module: nn.Module) -> Callable[..., Any]:
     if hasattr(module, "_hf_hook") and hasattr(module, "_old_forward"):
         return module._old_forward  # type: ignore[return-value]
     return module.forward
+
+
+def original_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward that a transform replaced, or the module's own."""
+    forward = unwrapped_forward(module)
+    return forward.original if isinstance(forward, (SiteForward, ExactForward)) else forward
 
 
 def bind(signature: inspect.Signature, call: SiteCall) -> dict[str, Any]:
@@ -276,14 +284,23 @@ def _dims(first: Tensor | None, plain: Tensor, batch: int, length: int) -> dict[
     return dims
 
 
-def capture(site: nn.Module, first: SiteCall, plain: SiteCall) -> SiteGraph:
+def capture(site: nn.Module, first: SiteCall, plain: SiteCall, implementation: str) -> SiteGraph:
     """Capture ``site`` from its recorded calls (with cache and mask; plain).
+
+    Args:
+        site: An attention module.
+        first: Its call with a mask and a cache, where the model has them.
+        plain: Its call without either.
+        implementation: As for :func:`elastic_compile.passes.discovery.discover`.
+
+    Returns:
+        The graph and where its inputs come from.
 
     Raises:
         CaptureError: With the reason, for the report.
     """
     try:
-        return _capture(site, first, plain)
+        return _capture(site, first, plain, implementation)
     except CaptureError:
         raise
     except Exception as error:
@@ -293,7 +310,7 @@ def capture(site: nn.Module, first: SiteCall, plain: SiteCall) -> SiteGraph:
         ) from error
 
 
-def _capture(site: nn.Module, first: SiteCall, plain: SiteCall) -> SiteGraph:
+def _capture(site: nn.Module, first: SiteCall, plain: SiteCall, implementation: str) -> SiteGraph:
     signature = inspect.signature(unwrapped_forward(site))
     a, b = bind(signature, first), bind(signature, plain)
     in_first, in_plain = leaves(a), leaves(b)
@@ -344,7 +361,8 @@ def _capture(site: nn.Module, first: SiteCall, plain: SiteCall) -> SiteGraph:
     calls: list[_ChildCall] = []
     caller = _Caller(site, build).eval()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(discovery.probing(site, discovery.site_marker, _no_mask))
+        marker = functools.partial(discovery.site_marker, implementation)
+        stack.enter_context(discovery.probing(site, marker, _no_mask))
         stack.enter_context(_opaque_children(site, plain.children, calls))
         stack.enter_context(torch.no_grad())
         program = torch.export.export(caller, (values,), dynamic_shapes=[shapes], strict=False)

@@ -26,7 +26,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from elastic_compile._masks import exact_interface_attention
+from elastic_compile._masks import exact_interface_attention, honours_every_term
 from elastic_compile.passes import _markers
 
 PLAIN_CAUSAL = "causal"
@@ -77,9 +77,9 @@ class Trace:
 class Recorder:
     """Records one forward of a model. One instance serves one run."""
 
-    def __init__(self, model: nn.Module, eager_models: bool) -> None:
+    def __init__(self, model: nn.Module, implementation: str) -> None:
         self.model = model
-        self.eager = eager_models
+        self.implementation = implementation
         self.stack: list[tuple[nn.Module, SiteCall]] = []
         self.trace = Trace({}, {}, [], [])
         self.inside_probe = False
@@ -136,7 +136,7 @@ class Recorder:
         self.inside_probe = True
         try:
             return exact_interface_attention(
-                module, query, key, value, attention_mask, eager=self.eager, **kwargs
+                self.implementation, module, query, key, value, attention_mask, **kwargs
             )
         finally:
             self.inside_probe = False
@@ -298,9 +298,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def run(model: nn.Module, eager: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+def run(
+    model: nn.Module, implementation: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Trace:
     """One recorded forward of ``model`` (inside :func:`evaluating`)."""
-    recorder = Recorder(model, eager)
+    recorder = Recorder(model, implementation)
     with probing(model, recorder.attention, recorder.mask), recorder.hooks():
         with _SdpaMode(recorder):
             recorder.trace.output = model(*args, **kwargs)
@@ -336,12 +338,13 @@ def input_device(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def discover(model: nn.Module, eager: bool, example_inputs: Any = None) -> Discovery:
+def discover(model: nn.Module, implementation: str, example_inputs: Any = None) -> Discovery:
     """Run ``model`` and record every attention site.
 
     Args:
         model: A Hugging Face model, or any module when ``example_inputs`` is given.
-        eager: Whether the model was loaded with eager attention (its formula is the reference).
+        implementation: What the model's own attention computes, as named by
+            :func:`elastic_compile._masks.implementation_for`: the reference of the self-check.
         example_inputs: Keyword (dict) or positional (tuple) inputs of one call. Every tensor must
             have the batch first; batch and sequence are varied by slicing.
 
@@ -349,7 +352,7 @@ def discover(model: nn.Module, eager: bool, example_inputs: Any = None) -> Disco
         ValueError: The model is not a Hugging Face model and no example inputs were given.
     """
     if example_inputs is not None:
-        return _discover_with(model, eager, example_inputs)
+        return _discover_with(model, implementation, example_inputs)
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"{type(model).__name__} is not a transformers model, so its inputs are unknown: pass "
@@ -370,7 +373,7 @@ def discover(model: nn.Module, eager: bool, example_inputs: Any = None) -> Disco
     try:
         first = run(
             model,
-            eager,
+            implementation,
             (),
             {"input_ids": tokens(BATCH, LENGTH), "attention_mask": first_mask, "use_cache": True},
         )
@@ -384,13 +387,15 @@ def discover(model: nn.Module, eager: bool, example_inputs: Any = None) -> Disco
     if device.type == "meta":
         # Whether the positions are packed cannot be read from data that does not exist.
         plain_kwargs["attention_mask"] = torch.ones(PLAIN_BATCH, PLAIN_LENGTH, device=device)
-    plain = run(model, eager, (), {"input_ids": tokens(PLAIN_BATCH, PLAIN_LENGTH), **plain_kwargs})
+    plain = run(
+        model, implementation, (), {"input_ids": tokens(PLAIN_BATCH, PLAIN_LENGTH), **plain_kwargs}
+    )
     chunk, cache = None, _cache_in(first.output)
     if cache is not None:
         name = "cache" if "cache" in _parameters(model) else "past_key_values"
         chunk = run(
             model,
-            eager,
+            implementation,
             (),
             {
                 "input_ids": tokens(BATCH, CHUNK),
@@ -402,7 +407,7 @@ def discover(model: nn.Module, eager: bool, example_inputs: Any = None) -> Disco
     return Discovery(first, plain, chunk, first_mask, chunk_mask)
 
 
-def _discover_with(model: nn.Module, eager: bool, example_inputs: Any) -> Discovery:
+def _discover_with(model: nn.Module, implementation: str, example_inputs: Any) -> Discovery:
     kwargs = example_inputs if isinstance(example_inputs, Mapping) else {}
     args = () if isinstance(example_inputs, Mapping) else example_inputs
     args = args if isinstance(args, (tuple, list)) else (args,)
@@ -424,7 +429,7 @@ def _discover_with(model: nn.Module, eager: bool, example_inputs: Any) -> Discov
             return x[:, :tokens] if x.dim() > 1 and x.shape[1] == length else x
 
         a, k = pytree.tree_map(slice_, (tuple(args), dict(kwargs)))
-        return run(model, eager, a, k)
+        return run(model, implementation, a, k)
 
     first, plain = cut(BATCH, LENGTH), cut(PLAIN_BATCH, PLAIN_LENGTH)
     return Discovery(first, plain, None, None, None)
@@ -444,6 +449,7 @@ def _cache_in(output: Any) -> Cache | None:
 
 
 def site_marker(
+    implementation: str,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -454,7 +460,7 @@ def site_marker(
     """The probe's form while a site is captured: leaves one marker op in the graph."""
     scale = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out = _markers.attention_site(
-        query, key, value, attention_mask, kwargs.get("s_aux"), scale, kwargs.get("softcap")
-    )
+    every_term = honours_every_term(implementation)
+    sinks, softcap = (kwargs.get("s_aux"), kwargs.get("softcap")) if every_term else (None, None)
+    out = _markers.attention_site(query, key, value, attention_mask, sinks, scale, softcap)
     return out, None

@@ -10,7 +10,7 @@ from torch import nn
 import elastic_compile
 from elastic_compile import _forward
 from elastic_compile._state import rewritten_sites
-from elastic_compile.passes import capture, pipeline
+from elastic_compile.passes import capture, selfcheck
 from tests.families import FAMILIES, build
 
 TOKENS = torch.arange(40).reshape(2, 20) % 37 + 3
@@ -22,9 +22,9 @@ def captures(monkeypatch):
     traced = []
     original = capture.capture
 
-    def count(site, first, plain):
+    def count(site, *args):
         traced.append(type(site).__name__)
-        return original(site, first, plain)
+        return original(site, *args)
 
     monkeypatch.setattr(capture, "capture", count)
     return traced
@@ -86,12 +86,12 @@ def test_a_site_that_fails_the_self_check_is_skipped_and_exact(monkeypatch):
     padded = torch.ones_like(TOKENS)
     padded[0, :6] = 0
     expected_padded = logits(model, attention_mask=padded)
-    original = pipeline._differences
+    original = selfcheck._differences
 
     def fail_second(site, found):
         return [9.0] if site.path.endswith("1.self_attn") else original(site, found)
 
-    monkeypatch.setattr(pipeline, "_differences", fail_second)
+    monkeypatch.setattr(selfcheck, "_differences", fail_second)
     elastic_compile.transform(model)
     first, second = elastic_compile.report(model).sites
     assert (first.status, first.checked) == ("rewritten", True)
@@ -228,3 +228,28 @@ def test_a_model_that_needs_other_inputs_says_so():
     config = T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, vocab_size=50)
     with pytest.raises(ValueError, match="example_inputs"):
         elastic_compile.transform(T5ForConditionalGeneration(config))
+
+
+def test_the_reference_is_the_untouched_model_not_what_the_probe_computes(monkeypatch):
+    """A term that the probe misjudges must refuse the transform, not become the reference."""
+    from elastic_compile.passes import discovery
+
+    original = discovery.exact_interface_attention
+
+    def misjudging(implementation, module, query, *args, **kwargs):
+        return original(implementation, module, query * 1.5, *args, **kwargs)
+
+    monkeypatch.setattr(discovery, "exact_interface_attention", misjudging)
+    # Sites are compared with what the probe saw, so only the whole model can tell.
+    monkeypatch.setattr(selfcheck, "_differences", lambda site, found: [0.0])
+    marker = discovery.site_marker
+
+    def misread(implementation, module, query, *args, **kwargs):
+        return marker(implementation, module, query * 1.5, *args, **kwargs)
+
+    monkeypatch.setattr(discovery, "site_marker", misread)
+    model = build("llama")
+    expected = logits(model)
+    with pytest.raises(RuntimeError, match="differs from the untouched one"):
+        elastic_compile.transform(model)
+    assert torch.equal(logits(model), expected)
