@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 BLOCK = 64
-"""Query rows of a streaming block: the measured optimum of local + BLOCK - 1 keys a row."""
+"""Query rows of a block, here and in the tiles of the backward; 32 ... 128 are within 10 %."""
 
 Piece = tuple[Tensor, Tensor]
 """Output [B, Hq, rows, Dv] and log-sum-exp [B, Hq, rows]."""

@@ -176,14 +176,19 @@ def _evaluate(tile: Tile, lse: Tensor | None) -> _State:
         scores.masked_fill_(~tile.visible, -torch.inf)
 
     if lse is None:
+        # Not exp(scores - lse): where all scores are a mask's lowest number, lse has lost the count.
         lse = torch.logsumexp(scores, -1)
         empty = lse == -torch.inf
+        weights = torch.softmax(scores, -1).masked_fill_(empty[..., None], 0.0)
         if tile.sinks is not None:
-            lse = torch.logaddexp(lse, _per_head(tile.sinks, lse)).masked_fill_(empty, -torch.inf)
+            without = lse.masked_fill(empty, 0.0)
+            lse = torch.logaddexp(without, _per_head(tile.sinks, lse))
+            weights.mul_(torch.exp(without - lse)[..., None])
+            lse.masked_fill_(empty, -torch.inf)
     else:
         lse = lse.to(dtype).reshape(scores.shape[:-1])
         empty = lse == -torch.inf
-    weights = scores.sub_(lse.masked_fill(empty, 0.0)[..., None]).exp_()
+        weights = scores.sub_(lse.masked_fill(empty, 0.0)[..., None]).exp_()
     query = query.masked_fill(empty.flatten(2, 3)[..., None], 0.0)
     keep = None if tile.dropout is None else tile.dropout.factor(dtype)
     return _State(query, key, value, capped, weights, keep, lse, empty)

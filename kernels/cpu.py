@@ -18,7 +18,7 @@ from elastic_compile.kernels._call import BLOCKS, STREAMING, AttentionCall, comp
 from elastic_compile.kernels._segments import Segment, segments
 
 _TILE_SCORES = 1 << 21
-"""Most scores a tile holds at once, unless a single row has more."""
+"""Most scores that a tile holds at once, unless 16 rows have more."""
 
 
 def supports(call: AttentionCall) -> tuple[bool, str]:
@@ -102,8 +102,15 @@ def _holes(call: AttentionCall, segment: Segment) -> Tensor | None:
 
 
 def _flash_segment(call: AttentionCall, segment: Segment) -> tuple[Tensor, Tensor]:
-    query = segment.of_queries(call.query)
-    key, value = segment.of_keys(call.key), segment.of_keys(call.value)
+    query, key, value = (
+        # The flash kernel reads heads as if they were contiguous, whatever their stride says.
+        tensor if tensor.stride(3) == 1 else tensor.contiguous()
+        for tensor in (
+            segment.of_queries(call.query),
+            segment.of_keys(call.key),
+            segment.of_keys(call.value),
+        )
+    )
     if query.dtype == torch.float16 and query.shape[2] >= _sdpa_cpu.BLOCK:
         # The flash kernel multiplies float16 several times slower than float32.
         query, key, value = query.float(), key.float(), value.float()
@@ -124,7 +131,7 @@ def _tiles(call: AttentionCall, segment: Segment) -> Iterator[_Work]:
         widest = call.sink + call.local + _sdpa_cpu.BLOCK
     else:
         widest = segment.keys.stop - segment.keys.start
-    block = min(max(_TILE_SCORES // (batch * heads * widest), 16), 256)
+    block = min(max(_TILE_SCORES // (batch * heads * widest), 16), _sdpa_cpu.BLOCK)
     holes = _holes(call, segment)
     for begin in range(0, rows, block):
         end = min(begin + block, rows)
