@@ -108,7 +108,7 @@ def select(
         name, origin = os.environ.get(ENVIRONMENT_VARIABLE) or "auto", f"{ENVIRONMENT_VARIABLE}="
     if name != "auto":
         return _named(name, origin, call, backward), ()
-    declined = []
+    declined: list[str] = []
     for entry in _candidates(call, backward):
         ok, reason = entry.supports(call)
         if ok:

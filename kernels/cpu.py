@@ -61,7 +61,10 @@ def backward(
         upstream_lse = None if grad_lse is None else segment.of_queries(grad_lse)
         for work in _tiles(call, segment):
             part_lse = None if upstream_lse is None else upstream_lse[:, :, work.rows]
-            saved = tuple(segment.of_queries(result)[:, :, work.rows] for result in (out, lse))
+            saved = (
+                segment.of_queries(out)[:, :, work.rows],
+                segment.of_queries(lse)[:, :, work.rows],
+            )
             grads = _tile.backward(work.tile, upstream[:, :, work.rows], part_lse, saved)
             segment.of_queries(query)[:, :, work.rows] = grads.query
             work.add_to(segment.of_keys(key), grads.key)
