@@ -165,4 +165,8 @@ def _candidates(call: AttentionCall, backward: bool) -> Iterator[Implementation]
 
 register("dense", "elastic_compile.kernels.dense", devices=("cpu",), special=True)
 register("cpu", "elastic_compile.kernels.cpu", devices=("cpu",))
+register(
+    "triton", "elastic_compile.kernels.triton_prefill", devices=("cuda",), differentiable=False
+)
+register("blocked", "elastic_compile.kernels.blocked", devices=("cuda",))
 register("reference", "elastic_compile.kernels.reference")

@@ -19,7 +19,7 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _sparse_units(route, first, units, kv_heads, stride_rb, stride_rh, SCAN: tl.constexpr):
-    """Of SCAN units (sample, kv head) from ``first`` on: 1 where the class is sparse, 1 where full."""
+    """For SCAN units (sample, kv head): 1 where the class is sparse, and 1 where it is full."""
     unit = first + tl.arange(0, SCAN)
     exists = unit < units
     where = (unit // kv_heads) * stride_rb + (unit % kv_heads) * stride_rh
@@ -170,12 +170,13 @@ def _visible(
     """Which pairs [BM, BN] of the block at key n count, and which of its keys [BN] are real."""
     j = n + tl.arange(0, BN)
     real = j < keys
-    if mask_row is not None:
-        real = real & (tl.load(mask_row + j.to(tl.int64) * stride_ms, mask=real, other=0) != 0)
     behind = position[:, None] - j[None, :]
-    visible = (behind >= 0) & real[None, :]
+    visible = behind >= 0
     if STREAMS:
         visible = visible & ((behind < reach) | (j < sink)[None, :])
+    if mask_row is not None:
+        real = real & (tl.load(mask_row + j.to(tl.int64) * stride_ms, mask=real, other=0) != 0)
+        visible = visible & real[None, :]
     return visible, real
 
 
@@ -281,8 +282,9 @@ def prefill(
 ):
     """One row tile of one query head. Optional pointers and ``softcap`` are None when absent.
 
-    ``tiles``: row tiles of a head; ``even_tiles``, ``section``: see ``_choose_tile``; ``held``: keys
-    that the key tensor has room for; BD, BDV: head sizes rounded up to powers of two.
+    ``held``: keys that the key tensor has room for; ``tiles``: row tiles of a head; for
+    ``even_tiles`` and ``section`` see ``_choose_tile``; BD, BDV: head sizes rounded up to powers
+    of two.
     """
     unit, lane, tile, streams = _choose_tile(
         route,
@@ -320,8 +322,9 @@ def prefill(
         first = tl.minimum(tl.maximum(first, 0), held)
     filled = sample * 0 + held
     if kv_len is not None:
-        filled = tl.load(kv_len + sample * stride_len).to(tl.int32)
-    keys = tl.maximum(tl.minimum(filled, held) - first, 0)
+        # No row sits behind the last key: causality alone keeps rows off what was never filled.
+        filled = tl.minimum(tl.load(kv_len + sample * stride_len).to(tl.int32), held)
+    keys = tl.maximum(filled - first, 0)
     shift = filled - queries - first
     lowest = shift + tile * BM
     highest = shift + tl.minimum(tile * BM + BM, queries) - 1
@@ -387,10 +390,18 @@ def prefill(
         # the next block's softmax. The last diagonal block, which always exists, goes first.
         tl.static_assert(key_mask is None)
         before = (diagonal + tl.maximum(cut - left_cut - 1, 0)) * BN
-        k = _load_block(key, key_offsets, columns, before, stride_ks, keys, BN, D, TMA, WHOLE=False)
-        s = tl.dot(q, k.T, input_precision=PRECISION)
-        visible, _ = _visible(before, position, keys, reach, sink, mask_row, stride_ms, BN, STREAMS)
-        p, top, total, shrink = _softmax_cut(s, visible, top, total, gain, rate, cap)
+        p = tl.zeros([BM, BN], tl.float32)
+        shrink = tl.zeros([BM], tl.float32)
+        # The condition also ends the life of this block's shared memory before the loop begins.
+        if end > 0:
+            k = _load_block(
+                key, key_offsets, columns, before, stride_ks, keys, BN, D, TMA, WHOLE=False
+            )
+            s = tl.dot(q, k.T, input_precision=PRECISION)
+            visible, _ = _visible(
+                before, position, keys, reach, sink, mask_row, stride_ms, BN, STREAMS
+            )
+            p, top, total, shrink = _softmax_cut(s, visible, top, total, gain, rate, cap)
         for t in tl.range(0, whole):
             n = _whole_block(t, sink_whole, inner) * BN
             k = _load_block(key, key_offsets, columns, n, stride_ks, keys, BN, D, TMA, WHOLE=True)
@@ -474,7 +485,8 @@ def prefill(
         acc = acc * shrink[:, None]
         top = new_top
     total = tl.where(empty, 1.0, total)
-    acc = acc / total[:, None]
+    # Not acc / total alone: a lagging tile multiplies by zero what lies behind its empty rows.
+    acc = tl.where(empty[:, None], 0.0, acc / total[:, None])
 
     written = rows < queries
     first_row = (sample.to(tl.int64) * (kv_heads * GROUP) + head) * queries

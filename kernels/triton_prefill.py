@@ -1,0 +1,279 @@
+"""Prefill on a GPU through Triton: one launch for full and streaming heads, forward only.
+
+Every program reads the route of its kv head on the device, so nothing waits for the host and a
+captured CUDA graph follows new routes. Lengths are run-time arguments: no compilation per length.
+Where the chip has a tensor memory accelerator (sm_90 and later) and the strides allow it, keys and
+values come through TMA descriptors that end at the sample's last key; elsewhere through pointers.
+Triton itself is imported by the first call.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elastic_compile.kernels._call import BLOCKS, STREAMING, AttentionCall
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MAX_HEAD = 256
+_MAX_KEYS = 1 << 30
+_L2_SHARE = 0.6
+_DEFAULT_L2 = 40 << 20
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one launch is cut up and compiled.
+
+    Attributes:
+        rows: Query rows of a program, a power of two, at least 16.
+        keys: Keys of a block, a power of two, at least 16.
+        warps: Warps of a program.
+        stages: Blocks of keys and values in flight.
+        overlap: Let the products with the values lag one block, beside the next softmax.
+        tma: Load keys and values through TMA descriptors where chip and strides allow it.
+
+    Measured on an H200 (bfloat16, 32 query heads, 8 kv heads): one program of eight warps with
+    overlap is the fastest for D = 128, two programs of four warps on each multiprocessor for
+    D = 64; ``examples/benchmarks/prefill.py`` repeats the comparison with torch SDPA.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    overlap: bool = False
+    tma: bool = True
+
+
+def select_config(
+    head_size: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    queries: int,
+    *,
+    tma: bool = True,
+    masked: bool = False,
+) -> Config:
+    """The launch configuration: a function of these alone, the same in every process.
+
+    Args:
+        head_size: The larger of D and Dv.
+        dtype: Of query, key and value.
+        capability: Compute capability of the device.
+        queries: Query rows of a head.
+        tma: Whether chip and strides allow TMA descriptors.
+        masked: Whether the call has a key mask, so that every block needs a mask.
+    """
+    tma = tma and dtype != torch.float32
+    if dtype == torch.float32:
+        # Products in true float32 use no tensor cores, and registers are short.
+        if 64 < head_size <= 128:
+            return Config(rows=32, keys=64, warps=8, stages=1, tma=tma)
+        return Config(rows=32 if head_size <= 64 else 16, keys=32, warps=4, stages=1, tma=tma)
+    if queries <= 64:
+        rows, keys = (16 if queries <= 16 else 64), (64 if head_size <= 128 else 32)
+        return Config(rows, keys, warps=4, stages=3 if head_size <= 128 else 2, tma=tma)
+    if tma and not masked and capability[0] == 9 and head_size <= 128:
+        if head_size <= 64:
+            return Config(rows=128, keys=64, warps=4, stages=3, overlap=True)
+        return Config(rows=128, keys=128, warps=8, stages=3, overlap=True)
+    if head_size <= 64:
+        return Config(rows=128, keys=64, warps=4, stages=2, tma=tma)
+    if head_size <= 128:
+        return Config(rows=128, keys=64, warps=8, stages=2, tma=tma)
+    if capability[0] == 9:
+        return Config(rows=128, keys=64, warps=8, stages=2, tma=tma)
+    return Config(rows=64, keys=32, warps=8, stages=2, tma=tma)
+
+
+def supports(call: AttentionCall) -> tuple[bool, str]:
+    """Whether the kernel can serve ``call``, by its shapes, dtypes and options alone."""
+    if importlib.util.find_spec("triton") is None:
+        return False, "triton is not installed"
+    query = call.query
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not query.is_cuda and not interpreted:
+        return False, f"needs a GPU, the inputs are on {query.device}"
+    if query.is_cuda and _capability(query.device)[0] < 8:
+        return False, "needs compute capability 8.0 or later"
+    if query.dtype not in _DTYPES:
+        return False, f"dtype {query.dtype} is not supported"
+    if interpreted and query.dtype == torch.bfloat16:
+        return False, "Triton's interpreter multiplies bfloat16 wrongly"
+    if max(query.shape[3], call.value.shape[3]) > _MAX_HEAD:
+        return False, f"head sizes above {_MAX_HEAD} are not supported"
+    if BLOCKS in call.modes:
+        return False, "block lists are not supported"
+    if call.cu_seqlens is not None:
+        return False, "packed documents are not supported"
+    if call.dropout_p > 0:
+        return False, "dropout is not supported"
+    if call.key.shape[2] >= _MAX_KEYS:
+        return False, f"{_MAX_KEYS} keys or more are not supported"
+    return True, ""
+
+
+def forward(call: AttentionCall, config: Config | None = None) -> tuple[Tensor, Tensor]:
+    """Computes the op.
+
+    Args:
+        call: Arguments for which :func:`supports` holds.
+        config: Overrides :func:`select_config`.
+
+    Returns:
+        Output [B, Hq, Sq, Dv] in the query's dtype and log-sum-exp [B, Hq, Sq] in float32, both
+        contiguous.
+    """
+    query, scale = call.query, call.scale
+    if scale is None:
+        scale = query.shape[3] ** -0.5
+    elif scale < 0:
+        # The kernel takes row maxima before the scale.
+        query, scale = -query, -scale
+    query, key, value = (_unit_stride(x) for x in (query, call.key, call.value))
+    batch, heads, queries, head_size = query.shape
+    _, kv_heads, held, value_size = value.shape
+    tma = _tma_fits(key) and _tma_fits(value)
+    if config is None:
+        config = select_config(
+            max(head_size, value_size),
+            query.dtype,
+            _capability(query.device) if query.is_cuda else (8, 0),
+            queries,
+            tma=tma,
+            masked=call.key_mask is not None,
+        )
+
+    out = query.new_empty((batch, heads, queries, value_size))
+    lse = query.new_empty((batch, heads, queries), dtype=torch.float32)
+    units, group = batch * kv_heads, heads // kv_heads
+    tiles = -(-queries // config.rows)
+    full_streams, sparse_streams = (
+        mode == STREAMING and not call.uniform for mode in (call.full_mode, call.sparse_mode)
+    )
+    even_tiles = 0
+    if full_streams or sparse_streams:
+        # Tiles whose last row, at its latest position, still sees all keys before it.
+        even_tiles = (call.sink + call.local - (held - queries)) // config.rows
+        even_tiles = min(max(even_tiles, 0), tiles)
+    start, kv_len, mask = call.start, call.kv_len, call.key_mask
+    arguments = dict(
+        query=query,
+        key=key,
+        value=value,
+        out=out,
+        lse=lse,
+        route=call.route,
+        start=start,
+        kv_len=kv_len,
+        key_mask=None if mask is None else mask.view(torch.uint8),
+        learned_sinks=call.sinks,
+        scale_tensor=call.scale_tensor,
+        scale=float(scale),
+        softcap=call.softcap,
+        stride_rb=call.route.stride(0),
+        stride_rh=call.route.stride(1),
+        stride_start=0 if start is None else start.stride(0),
+        stride_len=0 if kv_len is None or kv_len.dim() == 0 else kv_len.stride(0),
+        stride_mb=0 if mask is None else mask.stride(0),
+        stride_ms=0 if mask is None else mask.stride(1),
+        queries=queries,
+        held=held,
+        units=units,
+        kv_heads=kv_heads,
+        sink=min(call.sink, held),
+        local=min(call.local, held),
+        tiles=tiles,
+        even_tiles=even_tiles,
+        section=_section(key, value),
+        GROUP=group,
+        D=head_size,
+        DV=value_size,
+        BD=_padded(head_size),
+        BDV=_padded(value_size),
+        BM=config.rows,
+        BN=config.keys,
+        FULL_STREAMS=full_streams,
+        SPARSE_STREAMS=sparse_streams,
+        SCAN=32 if units <= 32 else 128 if units <= 128 else 1024,
+        TMA=config.tma and tma,
+        OVERLAP=config.overlap and mask is None,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+    for prefix, tensor in (("q", query), ("k", key), ("v", value)):
+        for suffix, stride in zip("bhs", tensor.stride(), strict=False):
+            arguments[f"stride_{prefix}{suffix}"] = stride
+    _launch(units * group * tiles, query.device, arguments)
+    return out, lse
+
+
+def _launch(programs: int, device: torch.device, arguments: dict[str, Any]) -> None:
+    from elastic_compile.kernels._triton_prefill import prefill
+
+    if device.type != "cuda":
+        prefill[(programs,)](**arguments)
+        return
+    with torch.cuda.device(device):
+        if arguments["TMA"]:
+            # Descriptors made on the device need scratch memory. The allocator is a context
+            # variable of Triton's: in a copied context the caller's own stays as it is.
+            contextvars.copy_context().run(_launch_with_scratch, programs, device, arguments)
+        else:
+            prefill[(programs,)](**arguments)
+
+
+def _launch_with_scratch(programs: int, device: torch.device, arguments: dict[str, Any]) -> None:
+    import triton
+
+    from elastic_compile.kernels._triton_prefill import prefill
+
+    def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+        return torch.empty(size, dtype=torch.int8, device=device)
+
+    triton.set_allocator(allocate)
+    prefill[(programs,)](**arguments)
+
+
+def _unit_stride(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
+def _padded(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _tma_fits(tensor: Tensor) -> bool:
+    """TMA wants sm_90 and every row of every head to begin on 16 bytes."""
+    size = tensor.element_size()
+    if not tensor.is_cuda:
+        return True
+    if _capability(tensor.device)[0] < 9 or size > 2 or tensor.data_ptr() % 16:
+        return False
+    return tensor.stride(2) > 0 and all(step * size % 16 == 0 for step in tensor.stride()[:3])
+
+
+def _section(key: Tensor, value: Tensor) -> int:
+    """How many kv heads are scheduled together so that their keys and values share the L2."""
+    size = key.shape[2] * (key.shape[3] + value.shape[3]) * key.element_size()
+    cache = _l2_bytes(key.device) if key.is_cuda else _DEFAULT_L2
+    return 1 << max(int(cache * _L2_SHARE) // size, 1).bit_length() - 1
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def _l2_bytes(device: torch.device) -> int:
+    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", _DEFAULT_L2))
