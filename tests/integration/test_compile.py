@@ -62,7 +62,7 @@ GENERATE = [
     ("llama", "static"),
     ("gpt2", "static"),
     ("falcon", "dynamic"),
-    ("gemma3", "dynamic"),
+    ("gemma3", "static"),
     ("llama4", "dynamic"),
 ]
 REST = [(n, c) for n in GRAPHS for c in ("dynamic", "static") if (n, c) not in GENERATE]
@@ -141,7 +141,7 @@ def compiled(model, backend):
     ["llama", *(pytest.param(n, marks=everything) for n in GRAPHS if n != "llama")],
 )
 def test_the_untouched_models_graphs(name):
-    model = build(name)
+    model = build(name, layers=1 if name == "llama" else 2)
     with counted() as count:
         function = compiled(model, "eager")
         for length in LENGTHS:
@@ -204,8 +204,7 @@ def test_prefill_with_a_padding_mask(pairs, name, masked):
     assert error(mixed, streaming_oracle(pair, ids, routes, mask), mask) <= ATOL
 
 
-@pytest.mark.parametrize("mask", ["none", "ones"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name, mask", [("llama", "none"), ("llama", "ones"), ("gemma3", "none")])
 def test_no_dense_mask_in_the_graph(pairs, name, mask):
     """B49, B50: no [B, 1, S, S] tensor where every site was rewritten; the untouched has one."""
     pair, length = pairs(name), 37
@@ -421,7 +420,7 @@ def test_a_batch_of_one(pairs):
     for key, model in (("base", pair.base), ("model", pair.model)):
         with counted() as graphs:
             function = compiled(model, "eager")
-            for batch, length in ((3, 20), (1, 20), (2, 33), (1, 1), (2, 1)):
+            for batch, length in ((3, 20), (1, 33), (1, 1)):
                 ids = tokens(batch, length)
                 assert error(logits(function, ids), logits(pair.base, ids)) <= ATOL
         found[key] = graphs["graphs"]
@@ -495,22 +494,21 @@ def test_training_step_compiles(pairs):
 @pytest.mark.slow
 def test_inductor(pairs):
     """Llama through Inductor: prefill and both caches, no more graphs than the untouched model."""
-    pair = pairs("llama")
-    ids, mask = prompts(3, 33, side="left")
-    at = positions(mask)
+    pair = pairs("llama", layers=1)
     with counted() as graphs, counting() as count:
         function = compiled(pair.model, "inductor")
         for length in (20, 33):
-            seen = ids[:, :length], mask[:, :length]
-            actual = logits(function, *seen)
-            assert error(actual, logits(pair.base, *seen), seen[1]) <= ATOL
+            ids, mask = prompts(3, length, side="left")
+            actual = logits(function, ids, mask)
+            assert error(actual, logits(pair.base, ids, mask), mask) <= ATOL
         with elastic_compile.force_routes(pair.model, "sparse"):
             sparse = logits(function, ids, mask)
     assert graphs["graphs"] == 1
-    assert count == {"calls": 6, "fallbacks": {}}
+    assert count == {"calls": 3, "fallbacks": {}}
     expected = streaming_oracle(pair, ids, pair.routes("sparse"), mask)
     assert error(sparse, expected, mask) <= ATOL
     assert error(sparse, logits(pair.base, ids, mask), mask) > 1e-3
+    at = positions(mask)
     for kind in ("dynamic", "static"):
         with counted() as graphs, counting() as count, module_compile(pair.model, "inductor"):
             cache = new_cache(pair.model, kind)
@@ -518,7 +516,7 @@ def test_inductor(pairs):
         assert error(actual, logits(pair.base, ids, mask, position_ids=at), mask) <= ATOL
         # The untouched model takes three on a dynamic cache: a stride of the first key.
         assert graphs["graphs"] <= 2
-        assert count == {"calls": 12, "fallbacks": {}}
+        assert count == {"calls": 6, "fallbacks": {}}
 
 
 def test_every_family_is_in_the_table_or_has_a_reason():
