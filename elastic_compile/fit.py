@@ -31,14 +31,17 @@ def load_model(name: str, dtype: str, device: str) -> tuple[Any, Any]:
     Returns:
         Model in evaluation mode, tokenizer.
     """
-    kind: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
+    kind: Any = "auto" if dtype == "auto" else getattr(torch, dtype, None)
+    if kind != "auto" and not isinstance(kind, torch.dtype):
+        raise ValueError(f"--dtype {dtype}: no torch dtype; for instance bfloat16 or float32")
     place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if name == EMBEDDED:
         from elastic_compile import _embedded
 
         if kind == "auto":
             kind = torch.bfloat16 if place.startswith("cuda") else torch.float32
-        return _embedded.load_model(kind).to(torch.device(place)), _embedded.load_tokenizer()
+        model: Any = _embedded.load_model(kind)
+        return model.to(place), _embedded.load_tokenizer()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(name)

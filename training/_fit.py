@@ -90,6 +90,7 @@ def fit(
     truncate: str | None = None,
     resume: bool = False,
     progress: bool = True,
+    curves: bool = True,
     training_args: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> FitResult:
@@ -117,6 +118,7 @@ def fit(
         truncate: ``"middle"``: cut the middle out of over-long prompts; None: they are errors.
         resume: Go on from the last checkpoint in ``out`` (from the start if there is none).
         progress: Show a progress bar.
+        curves: Draw ``curves.png`` (with matplotlib, the extra ``plot``).
         training_args: Further fields of ``transformers.TrainingArguments``.
         **settings: Fields of :class:`~elastic_compile.training.settings.FitSettings`.
 
@@ -202,7 +204,7 @@ def fit(
                 },
             },
         )
-        if not plot_curves(result.records, out / CURVES_FILE):
+        if curves and not plot_curves(result.records, out / CURVES_FILE):
             logger.warning(
                 "matplotlib is not installed (extra 'plot'): no %s was drawn; %s has the numbers",
                 CURVES_FILE,

@@ -11,7 +11,7 @@ import functools
 import inspect
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +121,11 @@ class RouterTrainer(Trainer):
             site.relaxation = self.relaxation
         self.multipliers = Multipliers(len(targets), settings.seed, settings.constraint)
         self._recomputed = tuple(recomputed)
+        self.routed = model
+        self.folder = Path(os.fspath(args.output_dir or "."))
         self._accepts_keep = accepts_logits_to_keep(model)
         super().__init__(
-            model=model,  # type: ignore[arg-type]
+            model=model,
             args=args,
             data_collator=collate,
             train_dataset=stream,
@@ -163,7 +165,7 @@ class RouterTrainer(Trainer):
     ) -> Any:
         """Mean over tasks of the mean over a task's samples of CE and penalty (global batch)."""
         # Trainer has just put everything into train mode.
-        frozen_mode(self.model, self._recomputed)
+        frozen_mode(self.routed, self._recomputed)
         step = self.state.global_step
         task = inputs["task"]
         heads = max(site.kv_heads for site in self.sites)
@@ -186,7 +188,7 @@ class RouterTrainer(Trainer):
 
     def _check_finite(self, value: Tensor, step: int) -> None:
         if not bool(torch.isfinite(value)):
-            last = last_checkpoint(Path(self.args.output_dir))
+            last = last_checkpoint(self.folder)
             raise TrainingDiverged(
                 f"the loss is {value.item()} in step {step + 1}; training stopped and the routers "
                 + (
@@ -205,7 +207,7 @@ class RouterTrainer(Trainer):
             settings = self.settings
             groups = [
                 {
-                    "params": router_parameters(self.model),
+                    "params": router_parameters(self.routed),
                     "lr": settings.router_lr,
                     "weight_decay": settings.weight_decay,
                 },
@@ -224,8 +226,9 @@ class RouterTrainer(Trainer):
     ) -> LambdaLR:
         """Warm-up and cosine for the routers, constant for the multipliers."""
         if self.lr_scheduler is None:
-            rates = [self.settings.router_rate, _constant]
-            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, rates)
+            rates: list[Callable[[int], float]] = [self.settings.router_rate, _constant]
+            chosen = optimizer if optimizer is not None else self.create_optimizer()
+            self.lr_scheduler = LambdaLR(chosen, rates)
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
@@ -235,22 +238,22 @@ class RouterTrainer(Trainer):
         """A checkpoint holds routers and multipliers, never the frozen backbone."""
         if not self.args.should_save:
             return
-        folder = Path(output_dir or self.args.output_dir)
+        folder = Path(output_dir or self.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        save_router(self.model, folder)
+        save_router(self.routed, folder)
         torch.save(self.multipliers.state_dict(), folder / _MULTIPLIERS)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)
         if self.args.should_save:
-            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+            folder = self.folder / f"checkpoint-{self.state.global_step}"
             write_atomic(folder / COMPLETE, b"")
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
         folder = Path(resume_from_checkpoint)
-        load_router(self.model, folder)
+        load_router(self.routed, folder)
         state = torch.load(folder / _MULTIPLIERS, weights_only=True)
         self.multipliers.load_state_dict(state)
 
@@ -299,7 +302,7 @@ class RouterTrainer(Trainer):
         for parameter in self.multipliers.parameters():
             if parameter.grad is not None and self.args.world_size > 1:
                 parameter.grad.copy_(self.accelerator.reduce(parameter.grad, "mean"))
-        groups = self.optimizer.param_groups
+        groups = self.create_optimizer().param_groups
         self._before = {
             "linear": self.multipliers.linear.tolist(),
             "quadratic": self.multipliers.quadratic.tolist(),
@@ -389,7 +392,7 @@ def training_only_routers(model: nn.Module, recompute: bool) -> Iterator[tuple[n
     flags = [(p, p.requires_grad) for p in model.parameters()]
     modes = [(m, m.training) for m in model.modules()]
     saved = [(layer, dict(vars(layer))) for layer in layers]
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     use_cache = getattr(config, "use_cache", None)
     try:
         for site in sites:
@@ -398,7 +401,7 @@ def training_only_routers(model: nn.Module, recompute: bool) -> Iterator[tuple[n
             parameter.requires_grad_(id(parameter) in routers)
         for layer in layers if recompute else ():
             layer.gradient_checkpointing = True
-            layer._gradient_checkpointing_func = functools.partial(
+            vars(layer)["_gradient_checkpointing_func"] = functools.partial(
                 checkpoint, use_reentrant=False, context_fn=_recompute_contexts
             )
             for name, value in list(vars(layer).items()):
