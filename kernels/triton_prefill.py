@@ -80,7 +80,8 @@ def select_config(
         return Config(rows=32 if head_size <= 64 else 16, keys=32, warps=4, stages=1, tma=tma)
     if queries <= 64:
         rows, keys = (16 if queries <= 16 else 64), (64 if head_size <= 128 else 32)
-        return Config(rows, keys, warps=4, stages=3 if head_size <= 128 else 2, tma=tma)
+        stages = 3 if head_size <= 128 and capability[0] == 9 else 2
+        return Config(rows, keys, warps=4, stages=stages, tma=tma)
     if tma and not masked and capability[0] == 9 and head_size <= 128:
         if head_size <= 64:
             return Config(rows=128, keys=64, warps=4, stages=3, overlap=True)
@@ -203,7 +204,7 @@ def forward(call: AttentionCall, config: Config | None = None) -> tuple[Tensor, 
         BN=config.keys,
         FULL_STREAMS=full_streams,
         SPARSE_STREAMS=sparse_streams,
-        SCAN=32 if units <= 32 else 128 if units <= 128 else 1024,
+        SCAN=_scan_width(units),
         TMA=config.tma and tma,
         OVERLAP=config.overlap and mask is None,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
@@ -260,6 +261,11 @@ def _tma_fits(tensor: Tensor) -> bool:
     if _capability(tensor.device)[0] < 9 or size > 2 or tensor.data_ptr() % 16:
         return False
     return tensor.stride(2) > 0 and all(step * size % 16 == 0 for step in tensor.stride()[:3])
+
+
+def _scan_width(units: int) -> int:
+    """Routes that a program reads at once to find its head."""
+    return 32 if units <= 32 else 128 if units <= 128 else 1024
 
 
 def _section(key: Tensor, value: Tensor) -> int:
