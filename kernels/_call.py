@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -57,10 +57,6 @@ class AttentionCall:
         if BLOCKS in self.modes:
             return False
         return STREAMING not in self.modes or self.key.shape[2] <= self.sink + self.local
-
-    def as_full(self) -> AttentionCall:
-        """The same call with both classes in mode ``full``."""
-        return replace(self, full_mode=FULL, sparse_mode=FULL)
 
 
 @dataclass(frozen=True)

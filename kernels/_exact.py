@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from elastic_compile.kernels import _tile
+from elastic_compile.kernels import _sdpa_cpu, _tile
 from elastic_compile.kernels._call import ExactCall, compute_dtype
 
 _ROWS = 256
@@ -15,7 +15,9 @@ _ROWS = 256
 
 def forward(call: ExactCall) -> tuple[Tensor, Tensor]:
     """Returns output [B, Hq, Sq, Dv] in the query's dtype and log-sum-exp [B, Hq, Sq]."""
-    parts = [_tile.forward(tile) for _, tile in _chunks(call)]
+    fast = call.query.device.type == "cpu" and call.softcap is None and call.dropout_p == 0
+    one = _sdpa_cpu.masked if fast else _tile.forward
+    parts = [one(tile) for _, tile in _chunks(call)]
     out = torch.cat([out.to(call.query.dtype) for out, _ in parts], 2)
     return out, torch.cat([lse for _, lse in parts], 2)
 

@@ -1,8 +1,8 @@
-"""Mask-free forward attention on the CPU, pieced together from torch's flash kernel.
+"""Forward attention on the CPU, pieced together from torch's flash kernel.
 
-A row's keys are cut into pieces that need no mask (or one band mask for all blocks), each piece is
-one call of the flash kernel, and pieces are merged by their log-sum-exps. Memory is linear in the
-number of keys, and kv heads are never repeated.
+In :func:`full` and :func:`streaming` a row's keys are cut into pieces that need no mask, or one
+band mask for all blocks; each piece is one call of the flash kernel, and pieces are merged by their
+log-sum-exps. Memory is linear in the number of keys, and kv heads are never repeated.
 """
 
 from __future__ import annotations
@@ -11,11 +11,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from elastic_compile.kernels._call import compute_dtype
+from elastic_compile.kernels._tile import Tile
+
 BLOCK = 64
 """Query rows of a block, here and in the tiles of the backward; 32 ... 128 are within 10 %."""
 
 Piece = tuple[Tensor, Tensor]
 """Output [B, Hq, rows, Dv] and log-sum-exp [B, Hq, rows]."""
+
+
+def prepare(tensor: Tensor, upcast: bool) -> Tensor:
+    """An input as the kernel wants it; ``upcast`` computes half precision in float32."""
+    if upcast:
+        tensor = tensor.to(compute_dtype(tensor.dtype))
+    # The kernel reads heads as if they were contiguous, whatever their stride says.
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
 def full(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Piece:
@@ -40,8 +51,10 @@ def streaming(
     query: Tensor, key: Tensor, value: Tensor, scale: float, sink: int, local: int
 ) -> Piece:
     """As :func:`full`, but a row sees the first ``sink`` and the last ``local`` keys only."""
-    rows, keys = query.shape[2], key.shape[2]
-    past = keys - rows
+    rows, past = query.shape[2], key.shape[2] - query.shape[2]
+    if rows == 1 and past >= sink + local:
+        key, value = (torch.cat([x[:, :, :sink], x[:, :, -local:]], 2) for x in (key, value))
+        return _every_key(query, key, value, scale)
     # Rows before position sink + local see every key; behind it, sink and window are apart.
     dense = min(max(sink + local - past, 0), rows)
     pieces = []
@@ -57,12 +70,47 @@ def streaming(
     return _concatenate(pieces)
 
 
+def masked(tile: Tile) -> Piece:
+    """A tile without softcap and dropout, its mask and bias handed to the kernel as one bias."""
+    dtype = tile.query.dtype
+    upcast = dtype == torch.float16 or (tile.bias is not None and tile.bias.dtype != dtype)
+    query, key, value = (prepare(x, upcast) for x in (tile.query, tile.key, tile.value))
+    if tile.real is not None:
+        unreal = ~tile.real[:, None, :, None]
+        key, value = key.masked_fill(unreal, 0.0), value.masked_fill(unreal, 0.0)
+    bias = _as_bias(tile, query.dtype)
+    out, lse = _flash(query, key, value, float(tile.scale), mask=bias)
+    if tile.sinks is not None:
+        out, lse = with_sinks(out, lse, tile.sinks)
+    empty = bias.amax(-1) == -torch.inf
+    return out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Piece:
+    """Adds learned sink logits [Hq] to the denominator of rows that see some key."""
+    total = torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
+    return out * torch.exp(lse - total)[..., None], total
+
+
+def _as_bias(tile: Tile, dtype: torch.dtype) -> Tensor:
+    """Mask and bias of a tile as [B or 1, Hq or 1, rows, keys], -inf where invisible."""
+    given = [tensor for tensor in (tile.visible, tile.bias) if tensor is not None]
+    _, kv_heads, keys, _ = tile.key.shape
+    rows, group = tile.query.shape[2], tile.query.shape[1] // kv_heads
+    batch, *heads, _, _ = torch.broadcast_shapes((1, 1, 1, rows, keys), *(x.shape for x in given))
+    if heads != [1, 1]:
+        heads = [kv_heads, group]
+    bias = tile.query.new_zeros((), dtype=dtype) if tile.bias is None else tile.bias.to(dtype)
+    bias = bias.expand(batch, *heads, rows, keys)
+    if tile.visible is not None:
+        bias = bias.masked_fill(~tile.visible, -torch.inf)
+    return bias.flatten(1, 2).contiguous()
+
+
 def _window(query: Tensor, key: Tensor, value: Tensor, scale: float, local: int) -> Piece:
     """Attention of the last rows of a sequence over the ``local`` keys up to each row's own."""
     first = key.shape[2] - query.shape[2] - local + 1
     key, value = key[:, :, first:], value[:, :, first:]
-    if query.shape[2] == 1:
-        return _every_key(query, key, value, scale)
     even = query.shape[2] // BLOCK * BLOCK
     pieces = []
     if even:

@@ -105,26 +105,19 @@ def _holes(call: AttentionCall, segment: Segment) -> Tensor | None:
 
 
 def _flash_segment(call: AttentionCall, segment: Segment) -> tuple[Tensor, Tensor]:
-    query, key, value = (
-        # The flash kernel reads heads as if they were contiguous, whatever their stride says.
-        tensor if tensor.stride(3) == 1 else tensor.contiguous()
-        for tensor in (
-            segment.of_queries(call.query),
-            segment.of_keys(call.key),
-            segment.of_keys(call.value),
-        )
-    )
-    if query.dtype == torch.float16 and query.shape[2] >= _sdpa_cpu.BLOCK:
-        # The flash kernel multiplies float16 several times slower than float32.
-        query, key, value = query.float(), key.float(), value.float()
+    query = segment.of_queries(call.query)
+    # The flash kernel multiplies float16 several times slower than float32.
+    upcast = query.dtype == torch.float16 and query.shape[2] >= _sdpa_cpu.BLOCK
+    query = _sdpa_cpu.prepare(query, upcast)
+    key = _sdpa_cpu.prepare(segment.of_keys(call.key), upcast)
+    value = _sdpa_cpu.prepare(segment.of_keys(call.value), upcast)
     scale = float(call.resolved_scale)
     if segment.mode == STREAMING:
         out, lse = _sdpa_cpu.streaming(query, key, value, scale, call.sink, call.local)
     else:
         out, lse = _sdpa_cpu.full(query, key, value, scale)
     if call.sinks is not None:
-        with_sink = torch.logaddexp(lse, call.sinks[segment.heads, None].to(lse.dtype))
-        out, lse = out * torch.exp(lse - with_sink)[..., None], with_sink
+        out, lse = _sdpa_cpu.with_sinks(out, lse, call.sinks[segment.heads])
     return out, lse
 
 

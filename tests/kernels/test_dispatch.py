@@ -6,6 +6,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from elastic_compile.kernels import _dispatch, ops
 from tests.kernels import cases
@@ -122,6 +123,25 @@ def test_registration_order_is_priority(tensors, counts, registry, monkeypatch):
         out.sum().backward()
     with pytest.raises(ValueError, match="already registered"):
         _dispatch.register("fake", "elsewhere")
+
+
+def test_results_are_made_what_the_fake_promises(tensors, registry, monkeypatch):
+    cpu = registry["cpu"].load()
+
+    def transposed(*results):
+        return tuple(result.mT.contiguous().mT for result in results)
+
+    fake = SimpleNamespace(
+        supports=lambda call: (True, ""),
+        forward=lambda call: transposed(*cpu.forward(call)),
+        backward=lambda *args: (*transposed(*cpu.backward(*args)[:3]), None),
+    )
+    monkeypatch.setitem(sys.modules, "tests_fake_kernel", fake)
+    _dispatch.register("fake", "tests_fake_kernel")
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    out, lse = ops.attention(*leaves, alternating(1, 2), kernel="fake", **LONG)
+    assert out.is_contiguous() and lse.is_contiguous()
+    assert all(grad.is_contiguous() for grad in torch.autograd.grad(out.sum(), leaves))
 
 
 def test_other_devices_are_neither_imported_nor_fallbacks(tensors, counts, registry):

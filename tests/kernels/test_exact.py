@@ -93,8 +93,18 @@ def test_unread_keys_may_hold_nan():
     agree((query, key, value), mask)
 
 
+def test_a_mask_finer_than_the_inputs_is_not_rounded():
+    query, key, value = inputs(1, 2, 2, 20, 40, dtype=torch.bfloat16)
+    mask = 200 + torch.randn(1, 1, 20, 40)
+    _, lse = ops.exact_attention(query, key, value, mask, reason="test")
+    _, expected = oracle.exact_attention(query, key, value, mask)
+    torch.testing.assert_close(lse.double(), expected, rtol=1e-5, atol=0)
+
+
 def test_many_rows_and_half_precision():
-    agree(inputs(1, 2, 1, 600, 600), torch.rand(1, 1, 600, 600) > 0.3)
+    agree(inputs(1, 2, 1, 600, 300), torch.rand(1, 1, 600, 300) > 0.3)
+    agree(inputs(1, 2, 1, 300, 300), torch.randn(1, 2, 300, 300))
+    agree(inputs(1, 2, 1, 300, 300), torch.randn(1, 2, 1, 300))
     for dtype in (torch.bfloat16, torch.float16):
         tensors = inputs(1, 4, 2, 70, 70, dtype=dtype)
         agree(tensors, torch.rand(1, 1, 70, 70) > 0.3, atol=4 * torch.finfo(dtype).eps)
@@ -108,6 +118,14 @@ def test_value_size_differs_and_scales():
     expected = F.scaled_dot_product_attention(*tensors, attn_mask=mask, scale=0.4, enable_gqa=True)
     torch.testing.assert_close(plain, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-5)
+
+
+def test_any_strides():
+    query, key, value = inputs(1, 4, 2, 30, 30)
+    mask = torch.rand(1, 1, 30, 30) > 0.3
+    views = [tensor.mT.contiguous().mT for tensor in (query, key, value)]
+    agree(views, mask.mT)
+    agree((query, key[:, :1].expand(1, 2, 30, 32), value), mask.expand(1, 4, 30, 30))
 
 
 def test_dropout_draws_what_attention_draws():

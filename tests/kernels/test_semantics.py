@@ -43,6 +43,14 @@ def test_streaming_that_spans_the_keys_is_full(kernel):
     torch.testing.assert_close(out, full, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("kernel", ("auto", *KERNELS))
+@pytest.mark.parametrize("rows", (100, 1))
+def test_one_key_more_than_sink_and_local_is_hidden(kernel, rows):
+    query, key, value = inputs(1, 4, 2, rows, 100)
+    for sink in (30, 29):
+        agree((query, key, value), SPARSE, kernel=kernel, sink=sink, local=70)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("decode", (False, True))
 def test_window_and_sink_boundaries(kernel, decode):
