@@ -15,7 +15,7 @@ import torch
 import torch._dynamo
 
 import elastic_compile
-from tests.families import FAMILIES, build, tokens
+from tests.families import FAMILIES, build, pad, tokens
 from tests.integration.helpers import (
     counting,
     decode_logits,
@@ -465,6 +465,36 @@ def test_functions_see_through_a_compiled_model(pairs):
         sparse = logits(wrapped, ids)
     assert error(sparse, logits(pair.base, ids)) > 1e-3
     assert len(list(elastic_compile.router_parameters(wrapped))) > 0
+
+
+class Exported(torch.nn.Module):
+    """A model with tensors alone as arguments."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask):
+        return self.model(input_ids, attention_mask=attention_mask, use_cache=False).logits
+
+
+def test_whole_model_export(pairs):
+    """B59: any batch and length, odd ones too, from one exported program that holds the op."""
+    pair = pairs("llama", layers=1)
+    ids, mask = prompts(side="left")
+    size = {0: torch.export.Dim("b", max=8), 1: torch.export.Dim("s", min=2, max=512)}
+    program = torch.export.export(
+        Exported(pair.model),
+        (ids, mask),
+        dynamic_shapes={"input_ids": size, "attention_mask": size},
+        strict=False,
+    )
+    ops = [n for n in program.graph.nodes if "elastic_compile.attention" in str(n.target)]
+    assert len(ops) == 1
+    for batch, length in ((1, 7), (2, 8), (3, 57)):
+        ids, mask = pad([tokens(1, length - b)[0] for b in range(batch)], "left")
+        actual = program.module()(ids, mask)
+        assert error(actual, logits(pair.base, ids, mask), mask) <= ATOL
 
 
 def test_training_step_compiles(pairs):

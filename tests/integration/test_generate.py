@@ -373,6 +373,32 @@ def test_reset_of_a_static_cache_routes_again(pairs, name):
         assert not torch.equal(routes, old), "both prompts have the same routes: no test"
 
 
+def test_reset_of_a_dynamic_cache_takes_another_batch(pairs):
+    """An emptied cache is a new one, as it is for the untouched model."""
+    pair = pairs("llama")
+    ids, _ = prompts(3)
+    with random_routers(pair.model, seed=3):
+        cache = new_cache(pair.model, "dynamic")
+        run(pair.model, ids, None, cache)
+        cache.reset()
+        actual = decode_logits(pair.model, ids[:2], None, cache, 30)
+        fresh = new_cache(pair.model, "dynamic")
+        assert error(actual, decode_logits(pair.model, ids[:2], None, fresh, 30)) <= ATOL
+        assert torch.equal(routes_of(cache), routes_of(fresh))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", WIDE)
+def test_a_prompt_of_one_token(pairs, name, cache):
+    """No call has several tokens, so nothing is ever routed: full attention."""
+    pair = pairs(name)
+    ids = tokens(2, 30)
+    with random_routers(pair.model, seed=3):
+        store = new_cache(pair.model, cache)
+        actual = decode_logits(pair.model, ids, None, store, 1)
+    assert error(actual, logits(pair.base, ids)) <= ATOL
+
+
 def test_cache_by_name_and_by_default(pairs):
     """The cache is found by what it is, wherever the caller puts it."""
     pair = pairs("llama")

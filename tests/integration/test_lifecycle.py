@@ -150,6 +150,39 @@ def test_example_inputs_may_be_given():
     assert error(logits(model, ids, mask), logits(build("llama"), ids, mask), mask) <= ATOL
 
 
+def test_models_without_a_language_head():
+    ids, mask = prompts(side="left")
+    base = build("llama").model
+    model = elastic_compile.transform(build("llama").model, elastic_config())
+    assert len(rewritten_rows(model)) == 2
+    with torch.no_grad():
+        actual = model(ids, attention_mask=mask).last_hidden_state
+        expected = base(ids, attention_mask=mask).last_hidden_state
+    assert error(actual, expected, mask) <= ATOL
+    config = FAMILIES["qwen2"].config(2, num_labels=3, pad_token_id=0)
+    classifier = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    expected = logits(classifier, ids, mask)
+    elastic_compile.transform(classifier, elastic_config())
+    assert len(rewritten_rows(classifier)) == 2
+    assert error(logits(classifier, ids, mask), expected) <= ATOL
+
+
+def test_cross_attention_is_left_alone():
+    """GPT-2 with an encoder: its own attention is rewritten, and the encoder still counts."""
+    model, base = build("gpt2", add_cross_attention=True), build("gpt2", add_cross_attention=True)
+    elastic_compile.transform(model, elastic_config())
+    assert [row.path for row in rewritten_rows(model)] == [
+        f"transformer.h.{i}.attn" for i in range(2)
+    ]
+    ids, mask = prompts(side="left")
+    encoded = torch.randn(3, 7, 256)
+    for kwargs in ({}, {"use_cache": True}):
+        expected = logits(base, ids, mask, encoder_hidden_states=encoded, **kwargs)
+        actual = logits(model, ids, mask, encoder_hidden_states=encoded, **kwargs)
+        assert error(actual, expected, mask) <= ATOL
+        assert error(expected, logits(base, ids, mask), mask) > 1e-3
+
+
 def test_the_default_configuration_needs_no_arguments():
     model = elastic_compile.transform(build("llama"))
     ids, _ = prompts()

@@ -235,6 +235,20 @@ def test_padding_rows_stay_finite(pairs, name, kind):
             assert torch.isfinite(logits(pair.model, ids, mask)).all()
 
 
+def test_a_row_of_nothing_but_padding(pairs):
+    pair = pairs("llama")
+    ids, _ = prompts()
+    mask = torch.ones_like(ids)
+    mask[1] = 0
+    expected = logits(pair.base, ids, mask)
+    for kind in ("full", "sparse"):
+        with elastic_compile.force_routes(pair.model, kind):
+            actual = logits(pair.model, ids, mask)
+        assert torch.isfinite(actual).all()
+        if kind == "full":
+            assert error(actual, expected, mask) <= ATOL
+
+
 @pytest.mark.parametrize("kind", ["full", "sparse", "mixed"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "falcon"])

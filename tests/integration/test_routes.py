@@ -433,6 +433,20 @@ def test_each_call_follows_the_second_turn(pairs, turn):
         assert not torch.equal(before, whole)
 
 
+def test_each_call_with_rows_that_are_repeated(pairs):
+    """What has been pooled so far belongs to the row and moves with it."""
+    pair = pairs("llama", layers=1, config={"reroute": "each_call"})
+    with random_routers(pair.model, seed=3):
+        document, questions = tokens(2, 20, seed=1), tokens(4, 10, seed=3)
+        cache = new_cache(pair.model, "dynamic")
+        run(pair.model, document, None, cache)
+        cache.batch_repeat_interleave(2)
+        run(pair.model, questions, None, cache)
+        run(pair.model, torch.cat([document.repeat_interleave(2, 0), questions], dim=1))
+        assert torch.equal(routes_of(cache), routes_of(pair.model))
+        assert 0 < routes_of(cache).float().mean() < 1
+
+
 def test_each_call_with_left_padding(pairs):
     pair = pairs("llama", layers=1, config={"reroute": "each_call"})
     ids, mask = prompts(side="left")
