@@ -15,8 +15,7 @@ _ROWS = 256
 
 def forward(call: ExactCall) -> tuple[Tensor, Tensor]:
     """Returns output [B, Hq, Sq, Dv] in the query's dtype and log-sum-exp [B, Hq, Sq]."""
-    fast = call.query.device.type == "cpu" and call.softcap is None and call.dropout_p == 0
-    one = _sdpa_cpu.masked if fast else _tile.forward
+    one = _sdpa_cpu.attend if call.query.device.type == "cpu" else _tile.forward
     parts = [one(tile) for _, tile in _chunks(call)]
     out = torch.cat([out.to(call.query.dtype) for out, _ in parts], 2)
     return out, torch.cat([lse for _, lse in parts], 2)

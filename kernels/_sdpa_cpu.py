@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from elastic_compile.kernels import _tile
 from elastic_compile.kernels._call import compute_dtype
 from elastic_compile.kernels._tile import Tile
 
@@ -70,8 +71,10 @@ def streaming(
     return _concatenate(pieces)
 
 
-def masked(tile: Tile) -> Piece:
-    """A tile without softcap and dropout, its mask and bias handed to the kernel as one bias."""
+def attend(tile: Tile) -> Piece:
+    """A tile of any kind, mask and bias as one bias; softcap and dropout do without the kernel."""
+    if tile.softcap is not None or tile.dropout is not None:
+        return _tile.forward(tile)
     dtype = tile.query.dtype
     upcast = dtype == torch.float16 or (tile.bias is not None and tile.bias.dtype != dtype)
     query, key, value = (prepare(x, upcast) for x in (tile.query, tile.key, tile.value))

@@ -176,7 +176,7 @@ def _evaluate(tile: Tile, lse: Tensor | None) -> _State:
         scores.masked_fill_(~tile.visible, -torch.inf)
 
     if lse is None:
-        # Not exp(scores - lse): where all scores are a mask's lowest number, lse has lost the count.
+        # Not exp(scores - lse): where all scores are a mask's lowest number, lse loses the count.
         lse = torch.logsumexp(scores, -1)
         empty = lse == -torch.inf
         weights = torch.softmax(scores, -1).masked_fill_(empty[..., None], 0.0)

@@ -1,8 +1,8 @@
 """The CPU implementation: work and memory proportional to the pairs that are visible.
 
 Forward: torch's flash kernel on mask-free pieces (:mod:`._sdpa_cpu`). Calls with masked keys inside
-a document, a softcap or dropout, and every backward, run in explicit tiles of a few query rows over
-just the keys that they see.
+a document, a softcap or dropout, and every backward, run in tiles of a few query rows over just the
+keys that they see.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     for segment in segments(call):
         if _needs_tiles(call, segment):
             for work in _tiles(call, segment):
-                part, part_lse = _tile.forward(work.tile)
+                part, part_lse = _sdpa_cpu.attend(work.tile)
                 segment.of_queries(out)[:, :, work.rows] = part
                 segment.of_queries(lse)[:, :, work.rows] = part_lse
         else:
