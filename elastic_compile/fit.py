@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -136,6 +137,12 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--sink", type=int, help="first tokens that streaming heads see")
     result.add_argument("--local", type=int, help="newest tokens that streaming heads see")
     result.add_argument("--router", help="router folder to start from, instead of a fresh one")
+    result.add_argument(
+        "--save-dtype",
+        default="float32",
+        choices=["float32", "bfloat16"],
+        help="of the saved router; training is in float32",
+    )
     result.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     result.add_argument(
         "--gradient-checkpointing", action="store_true", default=None, help="recompute layers"
@@ -181,6 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             truncate=args.truncate,
             resume=args.resume,
             progress=not args.quiet,
+            save_dtype=getattr(torch, args.save_dtype),
             training_args={"use_cpu": True} if next(model.parameters()).is_cpu else None,
             length=args.length,
             gradient_checkpointing=args.gradient_checkpointing,
@@ -189,6 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError, TrainingDiverged, EmbeddedModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    if os.environ.get("RANK", "0") != "0":
+        return 0
     print(result.summary())
     if result.seconds_per_step is not None:
         print(f"{result.seconds_per_step:.3f} s a step")

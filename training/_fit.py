@@ -91,6 +91,7 @@ def fit(
     resume: bool = False,
     progress: bool = True,
     curves: bool = True,
+    save_dtype: torch.dtype | None = None,
     training_args: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> FitResult:
@@ -119,6 +120,7 @@ def fit(
         resume: Go on from the last checkpoint in ``out`` (from the start if there is none).
         progress: Show a progress bar.
         curves: Draw ``curves.png`` (with matplotlib, the extra ``plot``).
+        save_dtype: Type that the trained routers are rounded to and saved in; None: float32.
         training_args: Further fields of ``transformers.TrainingArguments``.
         **settings: Fields of :class:`~elastic_compile.training.settings.FitSettings`.
 
@@ -189,6 +191,10 @@ def fit(
             clock.close()
             # Mixed precision wraps the model's forward.
             trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
+    if save_dtype is not None:
+        # The model too: what is used now is what will be loaded.
+        for _, site in _state.rewritten_sites(model):
+            site.to(save_dtype)
     result = FitResult(out, metrics.read(), clock.seconds_per_step)
     if main:
         save_router(model, out)

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import elastic_compile
@@ -449,6 +451,51 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(saved, tmp_path):
     assert metrics.read_bytes() == whole
 
 
+def test_two_processes_train_as_one(saved, tmp_path):
+    """A step's three tasks fall to the processes unevenly; sums and means are those of the step."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows("abc")))
+    arguments = [
+        *("--model", str(saved), "--data", str(tmp_path / "rows.jsonl"), "--length", str(LENGTH)),
+        *("--target", "a=.3", "b=.9:1", "c=.5", "--batch-size", "4", "--steps", "3", "--quiet"),
+        *("--sink", "4", "--local", "8", "--device", "cpu"),
+    ]
+    from elastic_compile.fit import main
+
+    assert main([*arguments, "--out", str(tmp_path / "one")]) == 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    together = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    start = [sys.executable, "-m", "elastic_compile.fit", *arguments]
+    processes = [
+        subprocess.Popen(
+            [*start, "--out", str(tmp_path / "two")],
+            env={
+                **os.environ,
+                **together,
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+            },
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert ["s a step" in output for output in outputs] == [True, False]
+    one, two = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    )
+    assert [record["tasks"]["a"]["samples"] for record in one] == [2, 1, 1]
+    close(one, two)
+
+
 def test_a_run_is_resumed_with_its_own_settings(tmp_path):
     run(tiny(), tmp_path / "out", steps=2)
     with pytest.raises(ValueError, match=r"another fit: settings \(steps: 2 there, 3 now\)"):
@@ -484,11 +531,15 @@ def test_commands(saved, tmp_path, capsys):
     assert document["tasks"]["a"]["samples"] == 3
     assert "routed EM" in capsys.readouterr().out
     # From a router folder on; and errors end with status 1 and one line.
-    again = [*command(saved, tmp_path / "more", "--steps", "1", "--quiet"), "--router", str(out)]
+    more = tmp_path / "more"
+    again = [*command(saved, more, "--steps", "1", "--quiet"), "--router", str(out)]
+    again += ["--save-dtype", "bfloat16"]
     assert fit_main(again) == 1
     assert "leave --sink and --local out" in capsys.readouterr().err
     del again[again.index("--sink") : again.index("--sink") + 4]
     assert fit_main(again) == 0
+    (weights,) = more.glob("router-*.safetensors")
+    assert {t.dtype for t in load_file(weights).values()} == {torch.bfloat16}
     assert fit_main([*command(saved, out, "--steps", "2"), "--target", "a=2"]) == 1
     assert "error: --target gives the task 'a' twice" in capsys.readouterr().err
     assert fit_main([*model, "--out", str(tmp_path / "x"), "--sink", "4", "--local", "8"]) == 1
