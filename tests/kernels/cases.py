@@ -1,4 +1,4 @@
-"""Cases of the kernel grid: their product, a pairwise cover of it, and their tensors."""
+"""Inputs of the kernel tests; the grid, its pairwise cover, and the tensors of its cases."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from torch import Tensor
 
 SINK, LOCAL, BLOCK_SIZE, CHUNK = 4, 64, 64, 64
 
+KERNELS = ("cpu", "reference")
+"""Implementations that run anywhere."""
+
 AXES: dict[str, tuple[Any, ...]] = {
     "length": (1, 3, 15, 17, 127, 128, 129, 507, 711, 1025),
     "batch": (1, 3),
@@ -19,7 +22,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "dtype": (torch.float32, torch.float16, torch.bfloat16),
     "routes": ("full", "streaming", "blocks", "mixed"),
     "phase": ("prefill", "chunk", "decode"),
-    "kernel": ("cpu", "reference"),
+    "kernel": KERNELS,
 }
 
 
@@ -133,6 +136,21 @@ def build(case: Case, device: str = "cpu") -> tuple[tuple[Tensor, ...], dict[str
         tuple(tensor.to(device) for tensor in tensors),
         {k: v.to(device) if isinstance(v, Tensor) else v for k, v in arguments.items()},
     )
+
+
+def inputs(batch, heads, kv_heads, rows, keys, size=32, value_size=None, dtype=torch.float32):
+    """Random query [batch, heads, rows, size], key and value [batch, kv_heads, keys, ...]."""
+    shapes = (
+        (batch, heads, rows, size),
+        (batch, kv_heads, keys, size),
+        (batch, kv_heads, keys, value_size or size),
+    )
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+def alternating(documents, kv_heads):
+    """Routes 0, 1, 0, 1 ..., int32 [documents, kv_heads]."""
+    return (torch.arange(documents * kv_heads) % 2).reshape(documents, kv_heads).to(torch.int32)
 
 
 def block_lists(

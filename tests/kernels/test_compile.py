@@ -13,7 +13,7 @@ from torch.library import opcheck
 from elastic_compile.kernels import ops
 from elastic_compile.kernels._call import AttentionCall, ExactCall
 from tests.kernels import cases
-from tests.kernels.test_gradients import alternating, inputs
+from tests.kernels.cases import alternating, inputs
 
 OPTIONS = {"sink": 4, "local": 64}
 ATTENTION = torch.ops.elastic_compile.attention.default

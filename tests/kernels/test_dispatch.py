@@ -10,7 +10,7 @@ import torch
 
 from elastic_compile.kernels import _dispatch, ops
 from tests.kernels import cases
-from tests.kernels.test_gradients import alternating, inputs
+from tests.kernels.cases import alternating, inputs
 
 LONG = {"sink": 4, "local": 24}
 WIDE = {"sink": 4, "local": 96}

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from elastic_compile.kernels import ops
 from tests import oracle
-from tests.kernels.test_gradients import inputs
+from tests.kernels.cases import inputs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -6,23 +6,9 @@ import torch
 from elastic_compile.kernels import ops
 from tests import oracle
 from tests.kernels import cases
+from tests.kernels.cases import KERNELS, alternating, inputs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-KERNELS = ("cpu", "reference")
-
-
-def inputs(batch, heads, kv_heads, rows, keys, size=32, value_size=None, dtype=torch.float32):
-    shapes = (
-        (batch, heads, rows, size),
-        (batch, kv_heads, keys, size),
-        (batch, kv_heads, keys, value_size or size),
-    )
-    return [torch.randn(shape).to(dtype) for shape in shapes]
-
-
-def alternating(documents, kv_heads):
-    return (torch.arange(documents * kv_heads) % 2).reshape(documents, kv_heads).to(torch.int32)
 
 
 def check(tensors, route, *, kernel, atol=2e-5, through_lse=True, **options):

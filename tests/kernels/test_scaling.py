@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_compile.kernels import cpu
 from elastic_compile.kernels._call import AttentionCall
-from tests.kernels.test_gradients import inputs
+from tests.kernels.cases import inputs
 
 SINK, LOCAL, SIZE = 16, 128, 8
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from elastic_compile.kernels import ops
 from tests import oracle
 from tests.kernels import cases
-from tests.kernels.test_gradients import KERNELS, alternating, inputs
+from tests.kernels.cases import KERNELS, alternating, inputs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from elastic_compile.kernels import ops
-from tests.kernels.test_gradients import alternating, inputs
+from tests.kernels.cases import alternating, inputs
 
 SEED = torch.tensor(1)
 
