@@ -64,10 +64,11 @@ def test_infinite_and_lowest_additive_masks():
     out = agree(inputs(1, 2, 2, 12, 9), torch.zeros(1, 1, 12, 9).masked_fill(hidden, -torch.inf))
     assert not out[:, :, 3].any()
     lowest = torch.zeros(1, 1, 12, 9).masked_fill(hidden, torch.finfo(torch.float32).min)
-    query, key, value = inputs(1, 2, 2, 12, 9)
-    out, _ = ops.exact_attention(query, key, value, lowest, reason="test")
-    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=lowest)
+    tensors = inputs(1, 2, 2, 12, 9)
+    out = agree(tensors, lowest)
+    expected = F.scaled_dot_product_attention(*tensors, attn_mask=lowest)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+    agree(tensors, lowest, softcap=2.0)
 
 
 def test_fully_masked_rows():
