@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -36,7 +37,9 @@ def transform(
 
     The model runs on a few tokens, each attention module that it reaches is captured as an FX
     graph, rewritten, installed and compared with the original. Without a trained router every
-    head is full and the model computes what it computed before. For a compiled model use
+    head is full and the model computes what it computed before. What an attention module's own
+    code reads (its scale, head counts, flags) is fixed from then on; its child modules and
+    parameters stay live. For a compiled model use
     ``torch.compile(model)`` (compiles calls of the model) or, for ``generate``,
     ``model.compile()``.
 
@@ -62,6 +65,8 @@ def transform(
     from elastic_compile._checkpoint import load_router, read_router_config
     from elastic_compile.passes import pipeline
 
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"transform takes a model (an nn.Module), not {type(model).__name__}")
     compiled = isinstance(model, torch._dynamo.eval_frame.OptimizedModule)
     if compiled or any(m._compiled_call_impl is not None for m in model.modules()):
         raise ValueError(
@@ -106,7 +111,16 @@ def transform(
 
 def _hugging_face_model(model: nn.Module) -> nn.Module:
     """The transformers model inside a wrapper (PEFT, DDP), or ``model`` itself."""
-    return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
+    if isinstance(model, PreTrainedModel):
+        return model
+    found = {n: m for n, m in model.named_modules() if isinstance(m, PreTrainedModel)}
+    outer = [n for n in found if not any(n.startswith(f"{other}.") for other in found)]
+    if len(outer) > 1:
+        raise ValueError(
+            f"{type(model).__name__} holds {len(outer)} transformers models "
+            f"({', '.join(outer)}); transform the one that is meant"
+        )
+    return found[outer[0]] if outer else model
 
 
 def restore(model: nn.Module) -> nn.Module:
@@ -119,13 +133,20 @@ def restore(model: nn.Module) -> nn.Module:
         The same object. Routers that were not saved are gone.
 
     Raises:
-        ValueError: The model is not transformed.
+        ValueError: The model is not transformed, or somebody replaced an attention module's
+            forward since.
     """
     from elastic_compile.passes import pipeline
 
     _state.get_state(model)
     base = _state.owner(model)
     assert base is not None
+    wrapped = pipeline.wrapped_forwards(base)
+    if wrapped:
+        raise ValueError(
+            f"the forward of {', '.join(wrapped)} was replaced after the transform; put the one "
+            "that was there back, then restore. Nothing was changed"
+        )
     pipeline.remove(base)
     return model
 
@@ -158,8 +179,10 @@ def _sites(model: nn.Module) -> list[ElasticSite]:
 def force_routes(model: nn.Module, routes: Routes) -> Iterator[None]:
     """Decide the routes by hand for the calls inside the ``with`` block.
 
-    One table for all samples is data: a compiled model does not compile again. A table per
-    sample has another shape and may. Routes that a call stores with its KV cache stay there.
+    The routes are the model's, for every thread that calls it; where blocks overlap, the one
+    entered last decides. One table for all samples is data: a compiled model does not compile
+    again. A table per sample has another shape and may. Routes that a call stores with its KV
+    cache stay there.
 
     Args:
         model: A transformed model.
@@ -173,19 +196,33 @@ def force_routes(model: nn.Module, routes: Routes) -> Iterator[None]:
     """
     sites = _sites(model)
     tables = _tables(sites, routes)
-    saved = [(site.forced, site.forced.clone()) for site in sites]
-    try:
+    entry = object()
+    with _FORCING:
         for site, table in zip(sites, tables, strict=True):
-            # In place where the shape is the usual one: graphs (CUDA graphs too) see the change.
-            if table.shape[0] == 1:
-                site.forced.copy_(table)
-            else:
-                site.forced = table
+            site.forcing[entry] = table
+            _apply(site)
+    try:
         yield
     finally:
-        for site, (buffer, value) in zip(sites, saved, strict=True):
-            site.forced = buffer
-            buffer.copy_(value)
+        with _FORCING:
+            for site in sites:
+                del site.forcing[entry]
+                _apply(site)
+
+
+_FORCING = threading.Lock()
+
+
+def _apply(site: ElasticSite) -> None:
+    """Put the newest table in force: the last block entered that has not been left."""
+    table = next(reversed(site.forcing.values()), None)
+    # In place where the shape is the usual one: graphs (CUDA graphs too) see the change.
+    if table is None or table.shape[0] == 1:
+        if site.forced.shape[0] != 1:
+            site.forced = site.forced.new_empty(1, site.kv_heads)
+        site.forced.copy_(site.forced.new_full((), ASK_ROUTER) if table is None else table)
+    else:
+        site.forced = table
 
 
 def _tables(sites: list[ElasticSite], routes: Routes) -> list[Tensor]:
@@ -202,6 +239,10 @@ def _tables(sites: list[ElasticSite], routes: Routes) -> list[Tensor]:
                 f"layers, kv heads] with {len(sites)} layers (the rewritten sites)"
             )
         rows = list(routes.unbind(-2))
+    elif not isinstance(routes, Sequence):
+        raise TypeError(
+            f'routes must be "full", "sparse", an integer tensor or a list of them, not {routes!r}'
+        )
     else:
         rows = list(routes)
         if len(rows) != len(sites):
@@ -238,8 +279,12 @@ def route_length(model: nn.Module, lengths: Tensor | None) -> Iterator[None]:
         ValueError: The model is not transformed, or ``lengths`` is no integer vector.
     """
     _state.get_state(model)
+    if lengths is not None and not isinstance(lengths, Tensor):
+        raise TypeError(f"lengths must be an int tensor [B], not {type(lengths).__name__}")
     if lengths is not None and (lengths.dim() != 1 or lengths.is_floating_point()):
-        raise ValueError(f"lengths must be an int tensor [B], not {list(lengths.shape)}")
+        raise ValueError(
+            f"lengths must be an int tensor [B], not {lengths.dtype} {list(lengths.shape)}"
+        )
     previous = _state.set_route_length(lengths)
     try:
         yield

@@ -27,6 +27,7 @@ Path = tuple[Any, ...]
 
 # Keyword arguments that change what attention computes or returns. Anything else that reaches an
 # attention module through **kwargs (Trainer's pass-through, positions) does not.
+_ORIGINAL = "arguments that only the original attention code knows"
 _CHANGES = ("output_attentions", "softcap", "position_bias", "is_causal")
 
 
@@ -113,7 +114,8 @@ class _Forward:
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = bound.arguments
-        if self.mask_path is not None:
+        # Where the caller asks for bidirectional attention, no causal mask was built: None is none.
+        if self.mask_path is not None and kwargs.get("is_causal") is not False:
             self._put(arguments, self.mask_path, self._dense_mask(arguments))
         return self.original(*bound.args, **bound.kwargs)
 
@@ -237,8 +239,17 @@ class SiteForward(_Forward):
     def fall_back(self, *args: Any, **kwargs: Any) -> Any:
         """A call that the generated code does not cover: full attention, by the original code."""
         if not torch.compiler.is_compiling():
-            _counters.count_fallback("arguments that only the original attention code knows")
+            _counters.count_fallback(_ORIGINAL)
+            _runtime.say_once(_ORIGINAL)
+            self._remember(args, kwargs)
         return self.exact(*args, **kwargs)
+
+    def _remember(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = self.signature.bind(*args, **kwargs).arguments
+        hidden = self._get(arguments, self.hidden_path)
+        has_cache = self.cache_path is not None and self.cache_path[0] in arguments
+        cache = self._get(arguments, self.cache_path) if has_cache else None  # type: ignore[arg-type]
+        _runtime.all_full(self.module.elastic_router, hidden, cache)  # type: ignore[arg-type]
 
     def __reduce__(self) -> Any:
         return SiteForward, (self.module, self.program, self._original, self.layer_idx)
@@ -260,9 +271,11 @@ def _given(value: Any) -> bool:
 
 
 def _changes(module: nn.Module, kwargs: dict[str, Any], **named: Any) -> bool:
-    for name in _CHANGES:
-        if kwargs.get(name) or named.get(name):
-            return True
+    given = {**kwargs, **named}
+    if given.get("output_attentions") or given.get("is_causal") is False:
+        return True
+    if given.get("softcap") is not None or given.get("position_bias") is not None:
+        return True
     return bool(getattr(getattr(module, "config", None), "output_attentions", False))
 
 

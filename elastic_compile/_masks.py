@@ -26,6 +26,7 @@ from transformers.masking_utils import (
 SDPA = "elastic_compile"
 EAGER = "elastic_compile_eager"
 OTHER = "elastic_compile_other"
+NAMES = (SDPA, EAGER, OTHER)
 
 
 def implementation_for(original: str | None) -> str:
@@ -51,7 +52,7 @@ def is_unpadded_marker(mask: Tensor) -> bool:
     It is recognised by its strides: a [B, S] view of one element, all zero strides. Reading
     strides needs no device synchronisation and works while tracing.
     """
-    return all(stride == 0 for stride in mask.stride())
+    return mask.dim() == 2 and all(stride == 0 for stride in mask.stride())
 
 
 def unpadded_marker(batch: int, length: int, device: torch.device) -> Tensor:
@@ -158,13 +159,24 @@ def exact_interface_attention(
     Returns:
         Output [B, S, Hq, Dv] and, from eager's formula, the weights.
     """
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    lost = attention_mask is None and causal and 1 < query.shape[2] != key.shape[2]
+    if lost or (attention_mask is not None and attention_mask.dim() == 2):
+        # Only a rewritten site can read these: the model around this module is no transformed one.
+        raise ValueError(
+            f"{type(module).__name__} belongs to a model whose configuration names the attention "
+            f"implementation {implementation!r} but which is not transformed (was its "
+            "configuration taken from a transformed model?); call "
+            'model.set_attn_implementation("sdpa"), or elastic_compile.transform after that'
+        )
     terms = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
     function = None
     if implementation == EAGER or (implementation == OTHER and terms):
         function = _eager_function(module)
     if function is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    if attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True):
+    if attention_mask is None and query.shape[2] > 1 and causal:
         past = key.shape[2] - query.shape[2]
         attention_mask = causal_mask_4d(None, past, query.shape[2], key.shape[2], query.device)
     if attention_mask is not None:
@@ -174,7 +186,7 @@ def exact_interface_attention(
 
 def register() -> None:
     """Register the implementations with transformers; a second call changes nothing."""
-    for name in (SDPA, EAGER, OTHER):
+    for name in NAMES:
         AttentionInterface.register(name, functools.partial(exact_interface_attention, name))
         AttentionMaskInterface.register(name, elastic_mask)
 

@@ -59,6 +59,12 @@ def past_length(site: ElasticSite, cache: Any) -> Length:
     return past.clone() if isinstance(past, Tensor) else past
 
 
+def all_full(site: ElasticSite, hidden: Tensor, cache: Any) -> None:
+    """Remember a call of ``hidden`` [B, S, …] that ran every head full, for ``last_routes``."""
+    full = torch.zeros(hidden.shape[0], site.kv_heads, dtype=torch.int32, device=hidden.device)
+    _state.remember(site, full, past_length(site, cache) + hidden.shape[1], None)
+
+
 def route(site: ElasticSite, tap: Tensor, mask: Tensor | None, cache: Any, past: Length) -> Tensor:
     """Routes of a call: stored with the cache, decided by the router, or forced.
 
@@ -80,6 +86,10 @@ def route(site: ElasticSite, tap: Tensor, mask: Tensor | None, cache: Any, past:
         raise ValueError(
             f"the cache holds the routes of {stored.shape[0]} sequences but the call has {batch}: "
             "expand or select the cache with its own methods before calling the model"
+        )
+    if site.forced.shape[0] not in (1, batch):
+        raise ValueError(
+            f"routes are forced for {site.forced.shape[0]} samples but the call has {batch}"
         )
     if cache is not None and length == 1:
         # One token never decides: it has the stored routes, or is full.
@@ -244,7 +254,7 @@ def _attend(
             key, value = key[:, :, : mask.shape[-1]], value[:, :, : mask.shape[-1]]
         if not torch.compiler.is_compiling():
             _state.remember(site, torch.zeros_like(route), past + length, None)
-            _say_once(_DENSE_MASK)
+            say_once(_DENSE_MASK)
         return ops.exact_attention(
             query,
             key,
@@ -301,7 +311,8 @@ def _attend(
     return _relaxed.mix(attend, route, query.shape[1] // route.shape[1])
 
 
-def _say_once(reason: str) -> None:
+def say_once(reason: str) -> None:
+    """Tell the user, the first time, that calls are not routed."""
     if reason not in _SAID:
         _SAID.add(reason)
         logger.warning(

@@ -47,7 +47,7 @@ class ElasticSite(AttentionRouter):
         interface: bool,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(tap_dim, config.hidden_multiplier, device=device)
+        super().__init__(tap_dim, config.hidden_multiplier, device=device, dtype=torch.float32)
         self.kv_heads = kv_heads
         self.key_dim = head_dim
         self.index = index
@@ -61,6 +61,8 @@ class ElasticSite(AttentionRouter):
         self.kernel = config.kernel
         # Set while training: (site, logits [B, H, 2]) -> relaxed routes, float [B, H].
         self.relaxation: Callable[[ElasticSite, Tensor], Tensor] | None = None
+        # Tables of the `force_routes` blocks that are open, oldest first.
+        self.forcing: dict[object, Tensor] = {}
         # A buffer, so that forcing routes is data and compiles nothing.
         forced = torch.full((1, kv_heads), ASK_ROUTER, dtype=torch.int32, device=device)
         self.register_buffer("forced", forced, persistent=False)

@@ -112,6 +112,11 @@ def last_call(site: ElasticSite) -> LastCall | None:
     return _THREADS.last.get(site)
 
 
+def forget(site: ElasticSite) -> None:
+    """Drop what :func:`remember` kept: the transform's own calls are not the user's."""
+    _THREADS.last.pop(site, None)
+
+
 def set_route_length(lengths: Tensor | None) -> Tensor | None:
     """Limit what routers may see in this thread; returns the limit that was in force."""
     previous = _THREADS.route_length

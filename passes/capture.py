@@ -202,7 +202,13 @@ class _Child:
         mode = getattr(tensors[0], "fake_mode", None) if tensors else None
         if mode is None:
             raise CaptureError(f"calls {self.name!r} without a tensor")
-        state = {k: mode.from_tensor(v, static_shapes=True) for k, v in self.state.items()}
+        device = tensors[0].device
+        with mode:
+            # An offloaded parameter is on meta until its hook brings it where the input is.
+            state = {
+                k: torch.empty(v.shape, dtype=v.dtype, device=device if v.is_meta else v.device)
+                for k, v in self.state.items()
+            }
         given, integers = iter(tensors), iter(ints)
         flat = [
             next(given)

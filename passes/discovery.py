@@ -330,9 +330,10 @@ PLAIN_BATCH, PLAIN_LENGTH = 3, 11
 
 def input_device(model: nn.Module) -> torch.device:
     """Where a model expects its inputs: the device of its first parameter, offloaded or not."""
-    hook_device = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
-    if hook_device is not None:
-        return torch.device(hook_device)
+    for module in model.modules():
+        hook_device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if hook_device is not None:
+            return torch.device(hook_device)
     for parameter in model.parameters():
         return parameter.device
     return torch.device("cpu")
@@ -393,17 +394,19 @@ def discover(model: nn.Module, implementation: str, example_inputs: Any = None) 
     chunk, cache = None, _cache_in(first.output)
     if cache is not None:
         name = "cache" if "cache" in _parameters(model) else "past_key_values"
-        chunk = run(
-            model,
-            implementation,
-            (),
-            {
-                "input_ids": tokens(BATCH, CHUNK),
-                "attention_mask": chunk_mask,
-                "use_cache": True,
-                name: cache,
-            },
-        )
+        # Some models (linear-attention hybrids) take several tokens on a cache only in pieces.
+        with contextlib.suppress(RuntimeError, ValueError):
+            chunk = run(
+                model,
+                implementation,
+                (),
+                {
+                    "input_ids": tokens(BATCH, CHUNK),
+                    "attention_mask": chunk_mask,
+                    "use_cache": True,
+                    name: cache,
+                },
+            )
     return Discovery(first, plain, chunk, first_mask, chunk_mask)
 
 

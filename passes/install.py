@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from elastic_compile import _carry, _masks, _state
@@ -37,6 +39,7 @@ def install(
     builders = [module for module in found.first.mask_builders if module is not None]
     names = {module: name for name, module in model.named_modules()}
     decoders = tuple(dict.fromkeys(names[m] for m in builders if m in names))
+    _own_configs(model, undo)
     configs = discovery.configs_of(model)
     undo.callback(remove, model)
     state = ElasticState(
@@ -85,18 +88,24 @@ def install(
             decoder.register_forward_pre_hook(DecoderHook(parameters), with_kwargs=True)
 
 
+def _own_configs(model: nn.Module, undo: contextlib.ExitStack) -> None:
+    """Give the model copies of its configurations: another model may share the objects."""
+    copies: dict[int, Any] = {}
+    for config in discovery.configs_of(model):
+        copy.deepcopy(config, copies)
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, PreTrainedConfig) and id(value) in copies:
+                module.__dict__[name] = copies[id(value)]
+                undo.callback(module.__dict__.__setitem__, name, value)
+
+
 def device_of(site: Site) -> torch.device:
-    hook = getattr(site.module, "_hf_hook", None)
-    execution = getattr(hook, "execution_device", None)
-    if execution is not None:
-        return torch.device(execution)
-    for parameter in site.module.parameters():
-        return parameter.device
-    return (
-        site.first.attention[0].mask.device
-        if site.first.attention[0].mask is not None
-        else (torch.device("cpu"))
-    )
+    """Where a site computes, offloaded or not."""
+    mask = site.first.attention[0].mask
+    if mask is not None and not any(True for _ in site.module.parameters()):
+        return mask.device
+    return discovery.input_device(site.module)
 
 
 def _set_forward(site: Site, kind: Callable[..., Any], *arguments: Any) -> None:
@@ -139,13 +148,26 @@ def _training_dropout(site: Site) -> float:
     return float(recorder.stack[0][1].attention[0].dropout)
 
 
+def wrapped_forwards(model: nn.Module) -> list[str]:
+    """Sites whose forward somebody replaced since the transform."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module._modules.get(ROUTER), ElasticSite)
+        and not any(isinstance(module.__dict__.get(s), SiteForward) for s in _SLOTS)
+    ]
+
+
+_SLOTS = ("forward", "_old_forward")
+
+
 def remove(model: nn.Module) -> None:
-    """Undo :func:`_install`, also a partial one. Leaves nothing behind."""
+    """Undo :func:`install`, also a partial one. Leaves nothing behind."""
     state: ElasticState = model.__dict__.pop(_state.ATTRIBUTE)
     if isinstance(model.__dict__.get("save_pretrained"), SavePretrained):
         del model.__dict__["save_pretrained"]
     for module in model.modules():
-        for slot in ("forward", "_old_forward"):
+        for slot in _SLOTS:
             forward = module.__dict__.get(slot)
             if isinstance(forward, (SiteForward, ExactForward)):
                 _uninstall(module, slot, forward)
@@ -180,6 +202,9 @@ def _slot(module: nn.Module) -> str:
 def _uninstall(module: nn.Module, slot: str, forward: SiteForward | ExactForward) -> None:
     if forward._original is not None:
         module.__dict__[slot] = forward._original
+    elif slot == "_old_forward":
+        # A hook added since the transform still calls it.
+        module.__dict__[slot] = types.MethodType(type(module).forward, module)
     else:
         del module.__dict__[slot]
     module._modules.pop(ROUTER, None)

@@ -119,7 +119,7 @@ def _match(
     new_key = update.args[0] if update is not None else key
     assert isinstance(new_key, fx.Node)
     if not same(shape(new_key)[2], shape(query)[2]):
-        raise _No("cross-attention: the keys are not the query's own tokens")
+        raise _No("cross-attention, or keys of another length than the query's")
     mask = _causal_mask(call, causal_masks, update)
 
     start = _placeholder(graph, hidden)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from typing import Any
 
+import torch
 from torch import fx, nn
 from transformers import PreTrainedModel
 
@@ -21,11 +23,11 @@ from elastic_compile.config import ElasticConfig
 from elastic_compile.kernels import ops
 from elastic_compile.passes import capture, discovery, install, selfcheck
 from elastic_compile.passes.capture import CaptureError, SiteGraph
-from elastic_compile.passes.install import remove
+from elastic_compile.passes.install import remove, wrapped_forwards
 from elastic_compile.passes.rewrite import CACHE, ROUTER, ElasticAttentionPass
 from elastic_compile.passes.sites import Site, find, fingerprint
 
-__all__ = ["NoSiteError", "remove", "transform"]
+__all__ = ["NoSiteError", "remove", "transform", "wrapped_forwards"]
 
 
 class NoSiteError(ValueError):
@@ -40,6 +42,27 @@ def transform(
 ) -> Report:
     """Rewrite every eligible attention site of ``model`` in place. See ``elastic_compile``."""
     loaded = getattr(getattr(model, "config", None), "_attn_implementation_internal", "sdpa")
+    if loaded in _masks.NAMES:
+        raise ValueError(
+            f"the configuration of this {type(model).__name__} was taken from a transformed model "
+            f"(its attention implementation is {loaded!r}); call "
+            'model.set_attn_implementation("sdpa") first'
+        )
+    # Tracing is one at a time in a process. Routers made in inference mode could not be trained.
+    with _ONE_AT_A_TIME, torch.inference_mode(False):
+        return _transform(model, config, example_inputs, allow_unrewritten, loaded)
+
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def _transform(
+    model: nn.Module,
+    config: ElasticConfig,
+    example_inputs: Any,
+    allow_unrewritten: bool,
+    loaded: str | None,
+) -> Report:
     implementation = _masks.implementation_for(loaded)
     with discovery.evaluating(model):
         found = discovery.discover(model, implementation, example_inputs)
@@ -63,6 +86,8 @@ def transform(
             state = model.__dict__[_state.ATTRIBUTE]
             model.__dict__[_state.ATTRIBUTE] = dataclasses.replace(state, report=report)
             selfcheck.check_model(model, found, untouched, sites)
+            for _, router in _state.rewritten_sites(model):
+                _state.forget(router)
             undo.pop_all()
     return report
 
