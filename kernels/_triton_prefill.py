@@ -187,14 +187,44 @@ def _softcap(products, rate, cap):
 
 
 @triton.jit
+def _row_maxima(scores):
+    """Row maxima [BM], in chains of BN / 8 rather than one of BN elements of a thread."""
+    BM: tl.constexpr = scores.shape[0]
+    BN: tl.constexpr = scores.shape[1]
+    return tl.max(tl.max(tl.reshape(scores, [BM, BN // 8, 8]), 1), 1)
+
+
+@triton.jit
+def _no_weights(BM: tl.constexpr, SPLIT_SUMS: tl.constexpr):
+    """Zero row sums [BM], or [BM, 8] to be added up at the end: more registers, no shuffles."""
+    if SPLIT_SUMS:
+        total = tl.zeros([BM, 8], tl.float32)
+    else:
+        total = tl.zeros([BM], tl.float32)
+    return total
+
+
+@triton.jit
+def _add_weights(total, shrink, weights):
+    """Running row sums of the weights, as ``_no_weights`` lays them out."""
+    BM: tl.constexpr = weights.shape[0]
+    BN: tl.constexpr = weights.shape[1]
+    if len(total.shape) == 1:
+        total = total * shrink + tl.sum(weights, 1)
+    else:
+        total = total * shrink[:, None] + tl.sum(tl.reshape(weights, [BM, BN // 8, 8]), 1)
+    return total
+
+
+@triton.jit
 def _softmax_whole(products, top, total, gain, rate, cap):
     """Online softmax over a block that every row sees whole; ``products`` are q.k."""
     if cap is not None:
         products = _softcap(products, rate, cap)
-    new_top = tl.maximum(top, tl.max(products, 1) * gain)
+    new_top = tl.maximum(top, _row_maxima(products) * gain)
     weights = tl.math.exp2(products * gain - new_top[:, None])
     shrink = tl.math.exp2(top - new_top)
-    return weights, new_top, total * shrink + tl.sum(weights, 1), shrink
+    return weights, new_top, _add_weights(total, shrink, weights), shrink
 
 
 @triton.jit
@@ -203,11 +233,11 @@ def _softmax_cut(products, visible, top, total, gain, rate, cap):
     if cap is not None:
         products = _softcap(products, rate, cap)
     products = tl.where(visible, products, -float("inf"))
-    new_top = tl.maximum(top, tl.max(products, 1) * gain)
+    new_top = tl.maximum(top, _row_maxima(products) * gain)
     anchor = tl.where(new_top == -float("inf"), 0.0, new_top)
     weights = tl.math.exp2(products * gain - anchor[:, None])
     shrink = tl.math.exp2(top - anchor)
-    return weights, new_top, total * shrink + tl.sum(weights, 1), shrink
+    return weights, new_top, _add_weights(total, shrink, weights), shrink
 
 
 @triton.jit(
@@ -278,6 +308,7 @@ def prefill(
     SCAN: tl.constexpr,
     TMA: tl.constexpr,
     OVERLAP: tl.constexpr,
+    SPLIT_SUMS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One row tile of one query head. Optional pointers and ``softcap`` are None when absent.
@@ -383,7 +414,7 @@ def prefill(
 
     position = lowest + tl.arange(0, BM)
     top = tl.full([BM], -float("inf"), tl.float32)
-    total = tl.zeros([BM], tl.float32)
+    total = _no_weights(BM, SPLIT_SUMS)
     acc = tl.zeros([BM, BDV], tl.float32)
     if OVERLAP:
         # The values lag one block behind, so that their products run on the tensor cores during
@@ -476,6 +507,8 @@ def prefill(
             acc = acc * shrink[:, None]
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
+    if SPLIT_SUMS:
+        total = tl.sum(total, 1)
     empty = top == -float("inf")
     if learned_sinks is not None:
         logit = tl.load(learned_sinks + head).to(tl.float32) * _LOG2E

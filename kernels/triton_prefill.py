@@ -39,10 +39,8 @@ class Config:
         stages: Blocks of keys and values in flight.
         overlap: Let the products with the values lag one block, beside the next softmax.
         tma: Load keys and values through TMA descriptors where chip and strides allow it.
-
-    Measured on an H200 (bfloat16, 32 query heads, 8 kv heads): one program of eight warps with
-    overlap is the fastest for D = 128, two programs of four warps on each multiprocessor for
-    D = 64; ``examples/benchmarks/prefill.py`` repeats the comparison with torch SDPA.
+        split_sums: Leave the row sums spread over threads until the end: fewer shuffles, more
+            registers.
     """
 
     rows: int
@@ -51,6 +49,7 @@ class Config:
     stages: int
     overlap: bool = False
     tma: bool = True
+    split_sums: bool = True
 
 
 def select_config(
@@ -59,16 +58,22 @@ def select_config(
     capability: tuple[int, int],
     queries: int,
     *,
+    streams: bool = True,
     tma: bool = True,
     masked: bool = False,
 ) -> Config:
     """The launch configuration: a function of these alone, the same in every process.
+
+    Measured on an H200 (bfloat16, 32 query heads, 8 kv heads, D = 64, 128 and 256). For D = 128,
+    eight warps with overlap are the fastest where all heads are full; two programs of four warps
+    on a multiprocessor, where one computes while the other begins or ends, where heads stream.
 
     Args:
         head_size: The larger of D and Dv.
         dtype: Of query, key and value.
         capability: Compute capability of the device.
         queries: Query rows of a head.
+        streams: Whether heads may stream.
         tma: Whether chip and strides allow TMA descriptors.
         masked: Whether the call has a key mask, so that every block needs a mask.
     """
@@ -82,10 +87,14 @@ def select_config(
         rows, keys = (16 if queries <= 16 else 64), (64 if head_size <= 128 else 32)
         stages = 3 if head_size <= 128 and capability[0] == 9 else 2
         return Config(rows, keys, warps=4, stages=stages, tma=tma)
-    if tma and not masked and capability[0] == 9 and head_size <= 128:
+    if tma and not masked and capability[0] == 9:
         if head_size <= 64:
-            return Config(rows=128, keys=64, warps=4, stages=3, overlap=True)
-        return Config(rows=128, keys=128, warps=8, stages=3, overlap=True)
+            return Config(rows=128, keys=64, warps=4, stages=3, overlap=True, split_sums=False)
+        if head_size <= 128 and streams:
+            return Config(rows=128, keys=64, warps=4, stages=2)
+        if head_size <= 128:
+            return Config(rows=128, keys=128, warps=8, stages=3, overlap=True)
+        return Config(rows=128, keys=64, warps=8, stages=2, overlap=True)
     if head_size <= 64:
         return Config(rows=128, keys=64, warps=4, stages=2, tma=tma)
     if head_size <= 128:
@@ -97,7 +106,7 @@ def select_config(
 
 def supports(call: AttentionCall) -> tuple[bool, str]:
     """Whether the kernel can serve ``call``, by its shapes, dtypes and options alone."""
-    if importlib.util.find_spec("triton") is None:
+    if not _has_triton():
         return False, "triton is not installed"
     query = call.query
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -142,6 +151,9 @@ def forward(call: AttentionCall, config: Config | None = None) -> tuple[Tensor, 
     query, key, value = (_unit_stride(x) for x in (query, call.key, call.value))
     batch, heads, queries, head_size = query.shape
     _, kv_heads, held, value_size = value.shape
+    full_streams, sparse_streams = (
+        mode == STREAMING and not call.uniform for mode in (call.full_mode, call.sparse_mode)
+    )
     tma = _tma_fits(key) and _tma_fits(value)
     if config is None:
         config = select_config(
@@ -149,6 +161,7 @@ def forward(call: AttentionCall, config: Config | None = None) -> tuple[Tensor, 
             query.dtype,
             _capability(query.device) if query.is_cuda else (8, 0),
             queries,
+            streams=full_streams or sparse_streams,
             tma=tma,
             masked=call.key_mask is not None,
         )
@@ -157,9 +170,6 @@ def forward(call: AttentionCall, config: Config | None = None) -> tuple[Tensor, 
     lse = query.new_empty((batch, heads, queries), dtype=torch.float32)
     units, group = batch * kv_heads, heads // kv_heads
     tiles = -(-queries // config.rows)
-    full_streams, sparse_streams = (
-        mode == STREAMING and not call.uniform for mode in (call.full_mode, call.sparse_mode)
-    )
     even_tiles = 0
     if full_streams or sparse_streams:
         # Tiles whose last row, at its latest position, still sees all keys before it.
@@ -207,6 +217,7 @@ def forward(call: AttentionCall, config: Config | None = None) -> tuple[Tensor, 
         SCAN=_scan_width(units),
         TMA=config.tma and tma,
         OVERLAP=config.overlap and mask is None,
+        SPLIT_SUMS=config.split_sums,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=config.warps,
         num_stages=config.stages,
@@ -273,6 +284,11 @@ def _section(key: Tensor, value: Tensor) -> int:
     size = key.shape[2] * (key.shape[3] + value.shape[3]) * key.element_size()
     cache = _l2_bytes(key.device) if key.is_cuda else _DEFAULT_L2
     return 1 << max(int(cache * _L2_SHARE) // size, 1).bit_length() - 1
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache

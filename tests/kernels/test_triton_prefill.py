@@ -1,6 +1,7 @@
 """The Triton prefill kernel where there is no GPU: in the interpreter, and its host side."""
 
 import ast
+import itertools
 import os
 import subprocess
 import sys
@@ -40,19 +41,21 @@ def test_inputs_on_the_cpu_are_declined():
 def test_tiles_fit_the_shared_memory(capability):
     """Query rows, and keys and values for every stage, beside each other."""
     limit = {(8, 0): 163, (9, 0): 227, (10, 0): 227}.get(capability, 99) << 10
-    for dtype in (torch.bfloat16, torch.float32):
-        for size in (16, 64, 80, 128, 192, 256):
-            for queries in (1, 16, 17, 64, 65, 4096):
-                for tma in (False, True):
-                    for masked in (False, True):
-                        config = select_config(
-                            size, dtype, capability, queries, tma=tma, masked=masked
-                        )
-                        width = 1 << (size - 1).bit_length()
-                        rows = config.rows + 2 * config.stages * config.keys
-                        assert rows * width * dtype.itemsize <= limit, (config, size, queries)
-                        assert not (masked and config.overlap)
-                        assert tma or not config.tma
+    for dtype, size, queries, *flags in itertools.product(
+        (torch.bfloat16, torch.float32),
+        (16, 64, 80, 128, 192, 256),
+        (1, 16, 17, 64, 65, 4096),
+        *[(False, True)] * 3,
+    ):
+        tma, masked, streams = flags
+        config = select_config(
+            size, dtype, capability, queries, streams=streams, tma=tma, masked=masked
+        )
+        width = 1 << (size - 1).bit_length()
+        rows = config.rows + 2 * config.stages * config.keys
+        assert rows * width * dtype.itemsize <= limit, (config, size, queries)
+        assert not (masked and config.overlap)
+        assert tma or not config.tma
 
 
 def test_the_launcher_imports_triton_when_it_launches():
