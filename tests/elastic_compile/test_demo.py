@@ -3,9 +3,12 @@
 import dataclasses
 import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -137,8 +140,6 @@ def recording(**changes):
     ],
 )
 def test_every_difference_is_a_problem(changes, problem):
-    import re
-
     problems = demo.differences(recording(), recording(**changes))
     assert len(problems) == 1 and re.search(problem, problems[0])
     assert demo.differences(recording(), recording(logits=torch.ones(3, 5) * 1.00001)) == []
@@ -288,6 +289,22 @@ def test_inductor_without_a_compiler_fails_at_once(monkeypatch, capsys):
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
     assert demo.main(["--backend", "inductor"]) == 2
     assert "needs a C++ compiler (no g++)" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PRESENT, reason=_embedded.INSTALL_WEIGHTS)
+def test_the_quickstart():
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    command = [sys.executable, "examples/quickstart.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = dict(line.split(":", 1) for line in done.stdout.splitlines() if ":" in line)
+    assert "30 of 30 attention sites rewritten" in done.stdout
+    full = lines["every head full"]
+    assert "71432" in full and lines["router's choice"] == full
+    assert "71432" not in lines["every head sparse"]
+    assert full.startswith(lines["restored"])
 
 
 @pytest.mark.slow
