@@ -278,18 +278,26 @@ def route_length(model: nn.Module, lengths: Tensor | None) -> Iterator[None]:
     Raises:
         ValueError: The model is not transformed, or ``lengths`` is no integer vector.
     """
-    _state.get_state(model)
     if lengths is not None and not isinstance(lengths, Tensor):
         raise TypeError(f"lengths must be an int tensor [B], not {type(lengths).__name__}")
     if lengths is not None and (lengths.dim() != 1 or lengths.is_floating_point()):
         raise ValueError(
             f"lengths must be an int tensor [B], not {lengths.dtype} {list(lengths.shape)}"
         )
-    previous = _state.set_route_length(lengths)
+    sites = _sites(model)
+    limit = None
+    if lengths is not None:
+        limit = _state.Limit(lengths, frozenset(id(site) for site in sites))
+    previous = _state.set_limit(limit)
+    compiled = [site.compiled_limit for site in sites]
     try:
+        for site in sites:
+            site.compiled_limit = lengths
         yield
     finally:
-        _state.set_route_length(previous)
+        _state.set_limit(previous)
+        for site, before in zip(sites, compiled, strict=True):
+            site.compiled_limit = before
 
 
 def _cache_layers(cache: Any) -> list[Any]:
@@ -368,19 +376,17 @@ def pruned_share(length: int, sink: int, local: int) -> float:
     return 1 - seen / pairs if pairs else 0.0
 
 
-def sparsity(
-    model_or_cache: Any, *, lengths: Tensor | None = None, config: ElasticConfig | None = None
-) -> Sparsity:
+def sparsity(model_or_cache: Any, *, lengths: Tensor | None = None) -> Sparsity:
     """Ω_MSR and Ω_ESR of a model's last call in this thread, or of the sequences in a cache.
 
     Args:
         model_or_cache: A transformed model, or a KV cache that one has filled.
-        lengths: Real tokens of every sample, int [B]. None: of the model's last call, padding
-            left out; of a cache, its filled length (a cache does not know of padding).
-        config: For a cache: the sink and window of its model; None: the defaults.
+        lengths: Real tokens of every sample, int [B]; None: those of the call, or in the cache.
 
     Returns:
-        Both ratios per layer and overall.
+        Both ratios per layer and overall. Ω_ESR is counted over the whole sequence: each of its
+        real tokens as a query, the causal pairs with real keys; masked tokens between real ones
+        count as if they were at the end.
 
     Raises:
         ValueError: As for :func:`last_routes`.
@@ -388,22 +394,18 @@ def sparsity(
     if isinstance(model_or_cache, nn.Module):
         calls = _last_calls(model_or_cache)
         config = _state.get_state(model_or_cache).config
+        window = (config.sink, config.local)
         routes = [call.route for call in calls]
-        if lengths is None:
-            total = int(calls[0].kv_length)
-            start = calls[0].start
-            lengths = torch.full((routes[0].shape[0],), total)
-            if start is not None:
-                lengths = lengths - start.cpu()
+        total, real = int(calls[0].kv_length), calls[0].real
     else:
         layers = _cache_layers(model_or_cache)
-        config = config or ElasticConfig()
+        window = getattr(layers[0], _runtime.WINDOW)
         routes = [getattr(layer, _runtime.ROUTE) for layer in layers]
-        if lengths is None:
-            lengths = torch.full((routes[0].shape[0],), int(layers[0].get_seq_length()))
-    pruned = torch.tensor(
-        [pruned_share(int(n), config.sink, config.local) for n in lengths], dtype=torch.float64
-    )
+        total, pads = int(layers[0].get_seq_length()), getattr(layers[0], _runtime.PADS, None)
+        real = None if pads is None else total - pads
+    if lengths is None:
+        lengths = torch.full((routes[0].shape[0],), total) if real is None else real
+    pruned = torch.tensor([pruned_share(int(n), *window) for n in lengths], dtype=torch.float64)
     shares = [route.detach().cpu().double() for route in routes]
     msr = tuple(float(share.mean()) for share in shares)
     esr = tuple(float((share * pruned[:, None]).mean()) for share in shares)

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from elastic_compile._runtime import POOL, ROUTE
+from elastic_compile._runtime import PADS, POOL, ROUTE
 
 
 def _rows(cache: Cache, pick: Callable[[Tensor], Tensor]) -> None:
     for layer in cache.layers:
-        for name in (ROUTE, *POOL):
+        for name in (ROUTE, PADS, *POOL):
             tensor = getattr(layer, name, None)
             if tensor is not None:
                 setattr(layer, name, pick(tensor))

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.output_capturing import _active_collector
 
 from elastic_compile import _runtime
 from elastic_compile._masks import additive, causal_mask_4d
@@ -276,7 +277,10 @@ def _changes(module: nn.Module, kwargs: dict[str, Any], **named: Any) -> bool:
         return True
     if given.get("softcap") is not None or given.get("position_bias") is not None:
         return True
-    return bool(getattr(getattr(module, "config", None), "output_attentions", False))
+    if getattr(getattr(module, "config", None), "output_attentions", False):
+        return True
+    # Some models take the argument off before it reaches their attention modules.
+    return not torch.compiler.is_compiling() and "attentions" in (_active_collector.get() or ())
 
 
 class DecoderHook:

@@ -29,6 +29,11 @@ ROUTE = "elastic_route"
 POOL = ("elastic_pool_sum", "elastic_pool_count", "elastic_pool_tail", "elastic_pool_mask")
 """Attributes of a cache layer that hold the running pool of ``reroute="each_call"``."""
 
+PADS = "elastic_pads"
+"""Attribute of a cache layer: tokens of each sample that are padding, int32 [B]; None: none."""
+WINDOW = "elastic_window"
+"""Attribute of a cache layer: (sink, local) of the site that fills it."""
+
 _DENSE_MASK = "a 4-D mask that is not causal and padding alone"
 _SAID: set[str] = set()
 
@@ -42,6 +47,11 @@ def _layer(site: ElasticSite, cache: Any) -> Any:
     """The site's layer of the cache, or None before the cache has one."""
     layers = _self_attention(cache).layers
     index = site.layer_idx
+    if site.reroute == "each_call" and index is not None:
+        # The running pool starts with the first token, before `update` would make the layer.
+        make = getattr(_self_attention(cache), "layer_class_to_replicate", None)
+        while make is not None and len(layers) <= index:
+            layers.append(make())
     return layers[index] if index is not None and index < len(layers) else None
 
 
@@ -82,17 +92,20 @@ def route(site: ElasticSite, tap: Tensor, mask: Tensor | None, cache: Any, past:
     batch, length = tap.shape[0], tap.shape[2]
     layer = None if cache is None else _layer(site, cache)
     stored = None if layer is None else getattr(layer, ROUTE, None)
-    if stored is not None and stored.shape[0] != batch:
+    fresh = not isinstance(past, Tensor) and past == 0
+    if stored is not None and stored.shape[0] != batch and not fresh:
         raise ValueError(
             f"the cache holds the routes of {stored.shape[0]} sequences but the call has {batch}: "
             "expand or select the cache with its own methods before calling the model"
         )
-    if site.forced.shape[0] not in (1, batch):
+    if site.forced.shape[0] != 1 and site.forced.shape[0] != batch:
         raise ValueError(
             f"routes are forced for {site.forced.shape[0]} samples but the call has {batch}"
         )
     if cache is not None and length == 1:
-        # One token never decides: it has the stored routes, or is full.
+        # One token never decides: it has the stored routes, or is full. It may count later.
+        if site.reroute == "each_call" and layer is not None:
+            _pooled(site, tap, mask, layer, past)
         decided = torch.zeros(batch, site.kv_heads, dtype=torch.int32, device=tap.device)
         if stored is not None:
             decided = (
@@ -130,7 +143,7 @@ def _pooled(
 ) -> Tensor:
     length = tap.shape[2]
     key_mask = _new_columns(mask, past, length)
-    limit = _state.route_length()
+    limit = _state.route_length(site)
     end = None if limit is None else (limit.to(tap.device) - past).clamp(min=0)
     if site.reroute == "first" or layer is None:
         return boundary_pool(tap, None, end, key_mask, site.pool_tokens)
@@ -160,6 +173,8 @@ def cache_update(
     key: Tensor,
     value: Tensor,
     route: Tensor,
+    mask: Tensor | None,
+    past: Length,
     kwargs: dict[str, Any] | None,
 ) -> tuple[Tensor, Tensor]:
     """``cache.update`` as the module calls it; the routes are stored with the layer.
@@ -170,11 +185,17 @@ def cache_update(
         key: New keys [B, H, S, D].
         value: New values [B, H, S, Dv].
         route: Routes of this call, [B, H].
+        mask: As in :func:`route`.
+        past: Tokens in the cache before this call.
         kwargs: The module's extra keyword arguments, which newer transformers hand on.
 
     Returns:
         Keys [B, H, T, D] and values [B, H, T, Dv] to attend to.
     """
+    if key.dtype != value.dtype:
+        # A dtype that the module reads from a tensor is a constant in its graph; the model has
+        # been cast since.
+        key = key.to(value.dtype)
     if cache is None:
         return key, value
     if torch.compiler.is_compiling():
@@ -189,6 +210,13 @@ def cache_update(
     layer = cache.layers[site.layer_idx]
     if decided or getattr(layer, ROUTE, None) is not None:
         setattr(layer, ROUTE, route)
+    if decided:
+        setattr(layer, WINDOW, (site.sink, site.local))
+        pads = None
+        if mask is not None and mask.dim() == 2:
+            real = fit_mask(mask.to(torch.bool), keys.shape[2]).sum(1)
+            pads = (past + key.shape[2] - real).to(torch.int32)
+        setattr(layer, PADS, pads)
     return keys, values
 
 
@@ -243,7 +271,7 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    query, key, value = _autocast(query, key, value)
+    query, key, value = _one_dtype(query, key, value)
     length = query.shape[2]
     dropout = site.attention_dropout if training else 0.0
     seed = None
@@ -279,7 +307,8 @@ def _attend(
         # The sink starts at the first real token. argmax gives the first of equal values.
         start = key_mask.to(torch.uint8).argmax(1).to(torch.int32)
     if not torch.compiler.is_compiling():
-        _state.remember(site, route, past + length, start)
+        real = None if key_mask is None else key_mask.sum(1)
+        _state.remember(site, route, past + length, real)
 
     def attend(routes: Tensor) -> Tensor:
         return ops.attention(
@@ -322,10 +351,11 @@ def say_once(reason: str) -> None:
         )
 
 
-def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     # Custom ops are not on autocast's lists, torch SDPA is: do what it would do.
     device = query.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         return query.to(dtype), key.to(dtype), value.to(dtype)
-    return query, key, value
+    # See cache_update: a dtype that is a constant of the graph follows the model's.
+    return query.to(value.dtype), key.to(value.dtype), value

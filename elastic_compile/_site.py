@@ -61,6 +61,8 @@ class ElasticSite(AttentionRouter):
         self.kernel = config.kernel
         # Set while training: (site, logits [B, H, 2]) -> relaxed routes, float [B, H].
         self.relaxation: Callable[[ElasticSite, Tensor], Tensor] | None = None
+        # `route_length` of compiled calls, which cannot read the thread's own.
+        self.compiled_limit: Tensor | None = None
         # Tables of the `force_routes` blocks that are open, oldest first.
         self.forcing: dict[object, Tensor] = {}
         # A buffer, so that forcing routes is data and compiles nothing.

@@ -80,14 +80,24 @@ class LastCall:
     route: Tensor
     """int32 [B, kv heads]"""
     kv_length: int | Tensor
-    start: Tensor | None
-    """First real column of each sample, int [B]; None: 0."""
+    real: Tensor | None
+    """Real (not padded) tokens of each sample, int [B]; None: all of them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """What routers may see: nothing from these columns on."""
+
+    lengths: Tensor
+    """int [B], exclusive column."""
+    sites: frozenset[int] | None = None
+    """``id`` of the routers it holds for; None: every model that the thread calls."""
 
 
 class _Threads(threading.local):
     def __init__(self) -> None:
         self.last: weakref.WeakKeyDictionary[nn.Module, LastCall] = weakref.WeakKeyDictionary()
-        self.route_length: Tensor | None = None
+        self.limit: Limit | None = None
 
 
 _THREADS = _Threads()
@@ -102,9 +112,9 @@ class _Compiled:
 _COMPILED = _Compiled()
 
 
-def remember(site: ElasticSite, route: Tensor, kv_length: Any, start: Tensor | None) -> None:
+def remember(site: ElasticSite, route: Tensor, kv_length: Any, real: Tensor | None) -> None:
     """Keep a site's routes for ``last_routes`` (eager calls only)."""
-    _THREADS.last[site] = LastCall(route.detach(), kv_length, start)
+    _THREADS.last[site] = LastCall(route.detach(), kv_length, real)
 
 
 def last_call(site: ElasticSite) -> LastCall | None:
@@ -117,15 +127,26 @@ def forget(site: ElasticSite) -> None:
     _THREADS.last.pop(site, None)
 
 
-def set_route_length(lengths: Tensor | None) -> Tensor | None:
+def set_limit(limit: Limit | None) -> Limit | None:
     """Limit what routers may see in this thread; returns the limit that was in force."""
-    previous = _THREADS.route_length
-    _THREADS.route_length = _COMPILED.route_length = lengths
+    previous = _THREADS.limit
+    _THREADS.limit = limit
+    if limit is None or limit.sites is None:
+        _COMPILED.route_length = None if limit is None else limit.lengths
     return previous
 
 
-def route_length() -> Tensor | None:
-    """Exclusive column up to which routers may look, int [B], or None."""
+def current_limit() -> Limit | None:
+    """The limit in force in this thread."""
+    return _THREADS.limit
+
+
+def route_length(site: ElasticSite) -> Tensor | None:
+    """Exclusive column up to which a site's router may look, int [B], or None."""
     if torch.compiler.is_compiling():
-        return _COMPILED.route_length
-    return _THREADS.route_length
+        own = site.compiled_limit
+        return _COMPILED.route_length if own is None else own
+    limit = _THREADS.limit
+    if limit is None or (limit.sites is not None and id(site) not in limit.sites):
+        return None
+    return limit.lengths

@@ -322,6 +322,8 @@ class Discovery:
     """3 more tokens on the cache of ``first``; None for models without a cache."""
     first_mask: Tensor | None
     chunk_mask: Tensor | None
+    plain_mask: Tensor | None = None
+    """The 2-D mask of ``plain``: only with example inputs that hold one."""
 
 
 BATCH, LENGTH, PADDING, CHUNK = 2, 13, 3, 3
@@ -435,7 +437,13 @@ def _discover_with(model: nn.Module, implementation: str, example_inputs: Any) -
         return run(model, implementation, a, k)
 
     first, plain = cut(BATCH, LENGTH), cut(PLAIN_BATCH, PLAIN_LENGTH)
-    return Discovery(first, plain, None, None, None)
+
+    def mask_of(trace: Trace) -> Tensor | None:
+        assert trace.inputs is not None
+        mask = trace.inputs[1].get("attention_mask")
+        return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+    return Discovery(first, plain, None, mask_of(first), None, mask_of(plain))
 
 
 def _parameters(model: nn.Module) -> list[str]:

@@ -25,7 +25,7 @@ from elastic_compile.passes import capture, discovery
 from elastic_compile.passes.capture import original_forward, unwrapped_forward
 from elastic_compile.passes.discovery import Discovery, SiteCall
 from elastic_compile.passes.rewrite import ROUTER
-from elastic_compile.passes.sites import Site
+from elastic_compile.passes.sites import Site, rearranged
 
 
 def install(
@@ -142,7 +142,8 @@ def _training_dropout(site: Site) -> float:
     try:
         with discovery.probing(site.module, recorder.attention, recorder.mask):
             with discovery._SdpaMode(recorder):
-                original_forward(site.module)(*call.args, **call.kwargs)
+                args, kwargs = rearranged(call, call.attention[0].mask, None)
+                original_forward(site.module)(*args, **kwargs)
     finally:
         site.module.training = False
     return float(recorder.stack[0][1].attention[0].dropout)

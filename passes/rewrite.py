@@ -119,7 +119,8 @@ class ElasticAttentionPass(ReversibleTransformation):
             if match.update is not None:
                 key, value = match.update.args[:2]
                 updated = graph.call_function(
-                    runtime.cache_update, (router, cache, key, value, route, kwargs)
+                    runtime.cache_update,
+                    (router, cache, key, value, route, match.mask, past, kwargs),
                 )
                 match.update.replace_all_uses_with(updated)
         with graph.inserting_before(match.node):
@@ -184,7 +185,7 @@ class ElasticAttentionPass(ReversibleTransformation):
             with graph.inserting_before(cache):
                 past_input = graph.placeholder("past")
         for update in updates:
-            _, _, new_key, new_value, _, _ = update.args
+            new_key, new_value = update.args[2:4]
             with graph.inserting_before(update):
                 marker = graph.call_function(matching.UPDATE, (new_key, new_value, past_input, -1))
             update.replace_all_uses_with(marker)

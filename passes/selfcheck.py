@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from elastic_compile._forward import SiteForward
-from elastic_compile._site import ElasticSite
+from elastic_compile._site import ASK_ROUTER, ElasticSite
 from elastic_compile.passes import discovery
 from elastic_compile.passes.capture import original_forward, unwrapped_forward
 from elastic_compile.passes.discovery import Discovery, SiteCall
-from elastic_compile.passes.sites import Site
+from elastic_compile.passes.sites import Site, rearranged
 
 
 class SelfCheckError(RuntimeError):
@@ -36,11 +36,17 @@ def check_site(site: Site, found: Discovery) -> str:
     """
     if pytree.tree_leaves(site.first.output)[0].is_meta:
         return ""
+    router = site.module.get_submodule("elastic_router")
+    assert isinstance(router, ElasticSite)
     try:
+        # All heads full, whatever a route bias says.
+        router.forced.zero_()
         worst = max(_differences(site, found))
     except Exception as error:  # whatever a site raises, it must not stay installed
         text = str(error).strip().splitlines()
         return f"self-check failed: {type(error).__name__}: {text[0] if text else ''}"
+    finally:
+        router.forced.fill_(ASK_ROUTER)
     if worst > 1:
         return f"self-check failed: error {worst:.3g} × the tolerance"
     site.checked = True
@@ -55,39 +61,16 @@ def _differences(site: Site, found: Discovery) -> list[float]:
     out = [_replay(site, site.first, found.first_mask, cache)]
     if site.chunk is not None:
         out.append(_replay(site, site.chunk, found.chunk_mask, cache))
-    out.append(_replay(site, site.plain, None, None))
-    if site.program is not None and site.program.mask is not None:
+    out.append(_replay(site, site.plain, found.plain_mask, None))
+    if site.program is not None and site.program.mask is not None and found.first_mask is not None:
         out.append(_streaming_difference(site, found))
     return out
 
 
 def _replay(site: Site, call: SiteCall, mask: Tensor | None, cache: Cache | None) -> float:
-    args, kwargs = _with(site, call, mask, cache)
+    args, kwargs = rearranged(call, mask, cache)
     got = unwrapped_forward(site.module)(*args, **kwargs)
     return _error(call.output, got, mask)
-
-
-def _with(
-    site: Site, call: SiteCall, mask: Tensor | None, cache: Cache | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The recorded arguments with another mask and cache."""
-    recorded = call.attention[0].mask
-
-    def swap(x: Any) -> Any:
-        if isinstance(x, Cache):
-            return cache
-        if x is recorded and x is not None:
-            return mask
-        return x
-
-    def visit(value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return type(value)(visit(x) for x in value)
-        if isinstance(value, dict):
-            return {k: visit(x) for k, x in value.items()}
-        return swap(value)
-
-    return visit(tuple(call.args)), visit(dict(call.kwargs))
 
 
 def _streaming_difference(site: Site, found: Discovery) -> float:
@@ -105,7 +88,7 @@ def _streaming_difference(site: Site, found: Discovery) -> float:
     dense = visible[:, None]
     has_cache = site.graph is not None and site.graph.cache is not None
     own = site.first.attention[0].dialect == "sdpa"
-    args, kwargs = _with(site, site.first, dense, DynamicCache() if has_cache else None)
+    args, kwargs = rearranged(site.first, dense, DynamicCache() if has_cache else None)
     # A module that attends by itself may branch on the name; for the others it is set already.
     switch = discovery.attention_implementation(site.module, "sdpa")
     with switch if own else contextlib.nullcontext():
@@ -115,8 +98,8 @@ def _streaming_difference(site: Site, found: Discovery) -> float:
     try:
         router.sink, router.local = _CHECK_SINK, _CHECK_LOCAL
         router.forced.fill_(1)
-        args, kwargs = _with(
-            site, site.first, found.first_mask, DynamicCache() if has_cache else None
+        args, kwargs = rearranged(
+            site.first, found.first_mask, DynamicCache() if has_cache else None
         )
         got = unwrapped_forward(site.module)(*args, **kwargs)
     finally:
@@ -173,7 +156,18 @@ def check_model(
     """
     if untouched is None:
         return
-    masks = (found.first_mask, None)
+    routers = [m for m in model.modules() if isinstance(m, ElasticSite)]
+    for router in routers:
+        router.forced.zero_()
+    try:
+        _compare(model, found, untouched, len(sites))
+    finally:
+        for router in routers:
+            router.forced.fill_(ASK_ROUTER)
+
+
+def _compare(model: nn.Module, found: Discovery, untouched: list[Any], sites: int) -> None:
+    masks = (found.first_mask, found.plain_mask)
     for trace, expected, mask in zip((found.first, found.plain), untouched, masks, strict=True):
         got = _call(model, trace.inputs)
         for name, value in expected.items():
@@ -183,7 +177,7 @@ def check_model(
                 continue
             worst = _error(value, got[name], mask)
             # The errors of the sites add up over the layers.
-            if worst > max(4, len(sites)):
+            if worst > max(4, sites):
                 raise SelfCheckError(
                     f"the transformed {type(model).__name__} differs from the untouched one in "
                     f"{name!r} (error {worst:.3g} × the tolerance of one site): something other "

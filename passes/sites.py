@@ -136,3 +136,26 @@ def fingerprint(site: Site) -> Any:
     extras = tuple(sorted(site.first.attention[0].extras))
     code = getattr(unwrapped_forward(module), "__func__", unwrapped_forward(module))
     return type(module), code, attributes, children, state, given(site.first), extras
+
+
+def rearranged(
+    call: SiteCall, mask: Tensor | None, cache: Cache | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The recorded arguments with another mask and cache."""
+    recorded = call.attention[0].mask
+
+    def swap(x: Any) -> Any:
+        if isinstance(x, Cache):
+            return cache
+        if x is recorded and x is not None:
+            return mask
+        return x
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(visit(x) for x in value)
+        if isinstance(value, dict):
+            return {k: visit(x) for k, x in value.items()}
+        return swap(value)
+
+    return visit(tuple(call.args)), visit(dict(call.kwargs))

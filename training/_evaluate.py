@@ -191,12 +191,12 @@ def score(
     """Losses, exact matches and routes int32 [B, heads of all layers] of one batch."""
     inputs = {name: tensor.to(device) for name, tensor in pad_samples(batch).items()}
     sites = [site for _, site in _state.rewritten_sites(model)]
-    previous = _state.set_route_length(inputs["route_length"])
+    previous = _state.set_limit(_state.Limit(inputs["route_length"]))
     try:
         with _forced(sites, mode):
             logits, labels = forward_scored(model, inputs, keep)
     finally:
-        _state.set_route_length(previous)
+        _state.set_limit(previous)
     losses = scored_loss(logits, labels)
     right = (logits.argmax(-1) == labels) | (labels == IGNORED)
     calls = [_state.last_call(site) for site in sites]

@@ -150,11 +150,11 @@ class RouterTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kw: Any) -> Any:
         """Forward and backward of one pass; recomputed layers see the same prompt lengths."""
         lengths = inputs["route_length"]
-        previous = _state.set_route_length(lengths)
+        previous = _state.set_limit(None if lengths is None else _state.Limit(lengths))
         try:
             return super().training_step(model, inputs, *args, **kw)
         finally:
-            _state.set_route_length(previous)
+            _state.set_limit(previous)
 
     def compute_loss(
         self,
@@ -434,20 +434,20 @@ def _float32(site: ElasticSite) -> None:
 def _recompute_contexts() -> tuple[Any, Any]:
     """Contexts of a checkpointed layer: the recomputation, which a device thread may run, sees
     the prompt lengths of the forward pass."""
-    return contextlib.nullcontext(), _RouteLength(_state.route_length())
+    return contextlib.nullcontext(), _RouteLength(_state.current_limit())
 
 
 class _RouteLength:
     """Context that limits what routers see in the thread that enters it."""
 
-    def __init__(self, lengths: Tensor | None) -> None:
-        self.lengths = lengths
+    def __init__(self, limit: _state.Limit | None) -> None:
+        self.limit = limit
 
     def __enter__(self) -> None:
-        self.previous = _state.set_route_length(self.lengths)
+        self.previous = _state.set_limit(self.limit)
 
     def __exit__(self, *exc: Any) -> None:
-        _state.set_route_length(self.previous)
+        _state.set_limit(self.previous)
 
 
 def _refuse_reentrant(model: nn.Module) -> None:

@@ -139,7 +139,9 @@ def brute_force(routes, mask):
     """(Ω_MSR, Ω_ESR) per layer, counted pair by pair; routes [B, layers, kv heads], mask [B, S]."""
     shares = torch.zeros(routes.shape, dtype=torch.float64)
     for b in range(len(mask)):
-        full, kept = (int(visible_pairs(mask[b], sparse).sum()) for sparse in (False, True))
+        # Padding asks nothing: only real tokens are queries.
+        queries = mask[b].bool()
+        full, kept = (int(visible_pairs(mask[b], s)[queries].sum()) for s in (False, True))
         shares[b] = routes[b] * (1 - kept / full)
     return routes.double().mean((0, 2)), shares.mean((0, 2))
 

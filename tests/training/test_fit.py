@@ -47,11 +47,11 @@ def relaxed(model, samples, temperature=1.0, seed=0):
     inputs = pad_samples(samples)
     noise = sample_noise(seed, range(len(samples)), len(sites(model)), sites(model)[0].kv_heads)
     relaxation.begin(noise, temperature)
-    previous = _state.set_route_length(inputs["route_length"])
+    previous = _state.set_limit(_state.Limit(inputs["route_length"]))
     try:
         logits, labels = trainer_.forward_scored(model, inputs, True)
     finally:
-        _state.set_route_length(previous)
+        _state.set_limit(previous)
         for site in sites(model):
             site.relaxation = None
     routes = relaxation.end()
@@ -258,7 +258,7 @@ def test_recomputation_sees_the_prompt_lengths_in_whatever_thread_it_runs():
     try:
         _, context = trainer_._recompute_contexts()
     finally:
-        _state.set_route_length(previous)
+        _state.set_limit(previous)
     seen = []
 
     def recompute():
