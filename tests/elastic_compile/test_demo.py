@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -107,6 +108,14 @@ def test_without_a_readable_mark_memory_is_unknown_not_zero(monkeypatch, tmp_pat
     assert demo.format_table([row]).splitlines()[1].split()[-3:] == ["–", "–", "–"]
 
 
+@pytest.mark.parametrize("seconds, best", [((0.03, 0.01), 2), ((0.01, 0.03), 1), ((0.02, 0.02), 1)])
+def test_more_threads_are_used_only_where_they_help(seconds, best):
+    before = torch.get_num_threads()
+    work = lambda: time.sleep(seconds[torch.get_num_threads() - 1])  # noqa: E731
+    assert demo.quickest_threads([1, 2], work) == best
+    assert torch.get_num_threads() == before
+
+
 def test_the_table_is_aligned():
     rows = [
         Row(4096, "untouched", 10.0, (10.0, 11.0), 19.0, 1.0, None, None, 100 * 2**20),
@@ -181,6 +190,7 @@ def key_is_answered(monkeypatch, small):
     monkeypatch.setattr(demo, "KEY", answer)
 
 
+@pytest.mark.smoke
 def test_all_steps(small, said, key_is_answered):
     steps = [step for step in demo.STEPS if step not in (demo.load, demo.run_untouched)]
     assert steps[-1] is demo.time_variants

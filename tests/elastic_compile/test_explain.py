@@ -106,6 +106,7 @@ def test_nothing_to_rewrite_is_exit_status_1(tmp_path, capsys):
     assert "0 of 2 attention sites rewritten; 2 skipped: its mask is not the plain causal" in out
 
 
+@pytest.mark.smoke
 def test_json(tmp_path, capsys):
     folder = folder_of(tmp_path, TINY)
     assert main([folder, "--json"]) == 0
