@@ -244,12 +244,11 @@ def _tables(sites: list[ElasticSite], routes: Routes) -> list[Tensor]:
             f'routes must be "full", "sparse", an integer tensor or a list of them, not {routes!r}'
         )
     else:
-        rows = list(routes)
+        rows = [torch.as_tensor(row) for row in routes]
         if len(rows) != len(sites):
             raise ValueError(f"routes has {len(rows)} layers, the model {len(sites)}")
     tables = []
     for layer, (site, row) in enumerate(zip(sites, rows, strict=True)):
-        row = torch.as_tensor(row)
         if row.is_floating_point() or row.dtype == torch.bool or row.is_complex():
             raise ValueError(f"routes must be integers, not {row.dtype}")
         if row.shape[-1] != site.kv_heads or row.dim() not in (1, 2):
