@@ -301,7 +301,7 @@ def test_inductor_without_a_compiler_fails_at_once(monkeypatch, capsys):
     assert "needs a C++ compiler (no g++)" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not PRESENT, reason=_embedded.INSTALL_WEIGHTS)
 def test_the_quickstart():
     root = Path(__file__).parents[2]
@@ -317,7 +317,7 @@ def test_the_quickstart():
     assert full.startswith(lines["restored"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not PRESENT, reason=_embedded.INSTALL_WEIGHTS)
 def test_the_demo(tmp_path):
     path = tmp_path / "demo.json"
@@ -333,5 +333,3 @@ def test_the_demo(tmp_path):
     assert [round(row["msr"], 3) for row in rows.values() if row["msr"] is not None] == [
         *(0.0, 0.5, 0.9, 1.0)
     ]
-    # Less work takes less time, measured in one process on the same prompt.
-    assert rows["100% streaming"]["seconds"] < rows["0% streaming"]["seconds"]
