@@ -732,7 +732,7 @@ def run(demo: Demo, steps: Sequence[Callable[[Demo], None]] = STEPS) -> int:
     versions, machine = demo.results["versions"], demo.results["machine"]
     demo.progress.step(
         f"torch {versions['torch']}, transformers {versions['transformers']}, "
-        f"{machine['threads']} threads on {machine['cores']} cores ({machine['cpu']})"
+        f"threads: {machine['threads']} of {machine['cores']} cores ({machine['cpu']})"
     )
     for step in steps:
         step(demo)
