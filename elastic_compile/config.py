@@ -16,7 +16,7 @@ CONFIG_VERSION = 1
 FULL_MODES = ("fa",)
 SPARSE_MODES = ("ssa",)
 REROUTE_MODES = ("first", "each_call")
-KERNELS = ("auto", "reference", "cpu", "triton", "gluon")
+KERNELS = ("auto", "reference", "cpu", "blocked", "triton", "gluon")
 
 # The paper's other modes: known names, so that they fail as unavailable and not as a typo.
 _RESERVED = {"full": ("xa",), "sparse": ("xa", "topk")}

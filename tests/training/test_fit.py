@@ -254,7 +254,7 @@ def test_reentrant_checkpointing_is_refused(tmp_path):
 def test_recomputation_sees_the_prompt_lengths_in_whatever_thread_it_runs():
     """Autograd recomputes on a device thread, where thread-local state is another."""
     lengths = torch.tensor([3, 4])
-    previous = _state.set_route_length(lengths)
+    previous = _state.set_limit(_state.Limit(lengths))
     try:
         _, context = trainer_._recompute_contexts()
     finally:
