@@ -254,6 +254,7 @@ def test_reentrant_checkpointing_is_refused(tmp_path):
 def test_recomputation_sees_the_prompt_lengths_in_whatever_thread_it_runs():
     """Autograd recomputes on a device thread, where thread-local state is another."""
     lengths = torch.tensor([3, 4])
+    site = _state.rewritten_sites(tiny())[0][1]
     previous = _state.set_limit(_state.Limit(lengths))
     try:
         _, context = trainer_._recompute_contexts()
@@ -262,10 +263,10 @@ def test_recomputation_sees_the_prompt_lengths_in_whatever_thread_it_runs():
     seen = []
 
     def recompute():
-        seen.append(_state.route_length())
+        seen.append(_state.route_length(site))
         with context:
-            seen.append(_state.route_length())
-        seen.append(_state.route_length())
+            seen.append(_state.route_length(site))
+        seen.append(_state.route_length(site))
 
     thread = threading.Thread(target=recompute)
     thread.start()
