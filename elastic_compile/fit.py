@@ -152,6 +152,11 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
+def _joined() -> bool:
+    """Whether this process is a member of a process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     args = parser().parse_args(arguments)
@@ -162,6 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from elastic_compile.training import TrainingDiverged, fit
     from elastic_compile.training.settings import PRESETS
 
+    joined = _joined()
     try:
         targets = parse_targets(args.target)
         preset = PRESETS[args.preset]
@@ -197,6 +203,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError, TrainingDiverged, EmbeddedModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    finally:
+        # A process group of this command's own ends with it: left to the interpreter's exit, its
+        # threads are torn down while they run and the process aborts after all work is done.
+        if _joined() and not joined:
+            torch.distributed.destroy_process_group()
     if os.environ.get("RANK", "0") != "0":
         return 0
     print(result.summary())

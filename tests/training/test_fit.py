@@ -497,6 +497,33 @@ def test_two_processes_train_as_one(saved, tmp_path):
     close(one, two)
 
 
+@pytest.mark.parametrize("callers", [False, True])
+def test_the_command_ends_the_process_group_it_began(saved, tmp_path, monkeypatch, callers):
+    """After an error too; a caller's own group is the caller's."""
+    import torch.distributed as dist
+
+    import elastic_compile.training
+    from elastic_compile.fit import main
+
+    def begin():
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
+
+    def stops(*args, **kwargs):
+        if not callers:
+            begin()
+        raise ValueError("stopped")
+
+    monkeypatch.setattr(elastic_compile.training, "fit", stops)
+    if callers:
+        begin()
+    try:
+        assert main(command(saved, tmp_path / "out")) == 1
+        assert dist.is_initialized() == callers
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
 def test_a_run_is_resumed_with_its_own_settings(tmp_path):
     run(tiny(), tmp_path / "out", steps=2)
     with pytest.raises(ValueError, match=r"another fit: settings \(steps: 2 there, 3 now\)"):
