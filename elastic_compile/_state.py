@@ -106,7 +106,9 @@ _THREADS = _Threads()
 class _Compiled:
     """Stands for the thread-local while Dynamo traces, which cannot read one."""
 
-    route_length: Tensor | None = None
+    def __init__(self) -> None:
+        # Of the instance from the start: an attribute that appears later fails a compiled guard.
+        self.route_length: Tensor | None = None
 
 
 _COMPILED = _Compiled()

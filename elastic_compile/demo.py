@@ -1,8 +1,9 @@
 """``python -m elastic_compile.demo``: the whole path on a real pretrained model, on any machine.
 
 Loads SmolLM2-135M-Instruct, transforms a copy, shows that with every head full it computes what
-the untouched model computes, compiles it, lets it answer a passkey prompt, and times prefill with
-more and more heads streaming. Every number printed is measured in this run.
+the untouched model computes, compiles it, lets it answer a passkey prompt, trains routers for a few
+steps, answers again with a ready router, and times prefill with more and more heads streaming.
+Every number printed is measured in this run.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -43,6 +45,13 @@ LENGTHS, LONG_LENGTHS = (4096,), (4096, 8192)
 SHARES = (0.0, 0.5, 0.9, 1.0)
 ROUNDS = 3
 MINUTES, LONG_MINUTES = 8.0, 30.0
+FIT_STEPS, FIT_BATCH, FIT_LENGTH = 4, 2, 512
+"""The short fit. Samples are longer than sink + local, or both kinds of head would be the same."""
+FIT_TASKS = ("niah_single", "lm_code")
+ROUTED_TASKS = ("niah_single", "niah_multikey", "lm_code", "lm_prose")
+ROUTED_LENGTH = 2048
+READY_ROUTER = Path(elastic_compile.__file__).parents[1] / "examples" / "smollm2" / "router"
+"""There in a checkout, not in an installed wheel."""
 LOGITS_TOLERANCE = 1e-4
 """Largest allowed difference of float32 logits, as a share of the largest logit."""
 
@@ -273,7 +282,12 @@ def generate(model: nn.Module, ids: Tensor, new_tokens: int = NEW_TOKENS) -> tup
     Returns:
         New tokens [n] and their logits [n, vocabulary].
     """
-    out = model.generate(  # type: ignore[operator]
+    out = _generate(model, ids, new_tokens)
+    return out.sequences[0, ids.shape[1] :], torch.cat(out.logits)
+
+
+def _generate(model: nn.Module, ids: Tensor, new_tokens: int = NEW_TOKENS) -> Any:
+    return model.generate(  # type: ignore[operator]
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=new_tokens,
@@ -281,7 +295,6 @@ def generate(model: nn.Module, ids: Tensor, new_tokens: int = NEW_TOKENS) -> tup
         return_dict_in_generate=True,
         output_logits=True,
     )
-    return out.sequences[0, ids.shape[1] :], torch.cat(out.logits)
 
 
 def record(
@@ -510,6 +523,9 @@ class Demo:
     rounds: int = ROUNDS
     minutes: float = MINUTES
     backend: str = "eager"
+    fit_steps: int = FIT_STEPS
+    router: Path | None = None
+    """Folder of a trained router; None: the one of the checkout, where there is one."""
     config: ElasticConfig = _embedded.CONFIG
     progress: Progress = dataclasses.field(default_factory=Progress)
     memory: Memory = dataclasses.field(default_factory=Memory)
@@ -658,6 +674,119 @@ def compile_and_answer(demo: Demo) -> None:
     }
 
 
+def fit_briefly(demo: Demo) -> None:
+    """Train the routers for a few steps; the backbone must not move."""
+    from elastic_compile.training import fit
+
+    untouched, model = demo.models()
+    if not demo.fit_steps:
+        return
+    demo.progress.step(
+        f"fit: {demo.fit_steps} steps of {FIT_BATCH} samples with up to {FIT_LENGTH} tokens (a "
+        "router takes some hundreds)"
+    )
+    before = [p.detach().clone() for p in elastic_compile.router_parameters(model)]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        torch.compiler.set_stance("force_eager"),
+    ):
+        result = fit(
+            model,
+            demo.tokenizer,
+            data=["builtin:" + ",".join(FIT_TASKS)],
+            out=folder,
+            length=FIT_LENGTH,
+            steps=demo.fit_steps,
+            batch_size=FIT_BATCH,
+            save_every=demo.fit_steps,
+            progress=False,
+            curves=False,
+            training_args={"use_cpu": True},
+        )
+    problems = []
+    weights = dict(model.named_parameters())
+    if any(not torch.equal(p, weights[name]) for name, p in untouched.named_parameters()):
+        problems.append("the fit changed the backbone")
+    after = list(elastic_compile.router_parameters(model))
+    if all(map(torch.equal, before, after)):
+        problems.append("the fit changed no router")
+    # With few samples a step has not every task: the table has each one's last.
+    demo.progress.detail(result.summary())
+    pace = result.seconds_per_step
+    demo.check(
+        problems,
+        "the routers moved, the backbone did not"
+        + ("" if pace is None else f"; {pace:.1f} s a step"),
+    )
+    demo.results["fit"] = {
+        "steps": demo.fit_steps,
+        "seconds_per_step": pace,
+        "records": result.records,
+    }
+
+
+def answer_routed(demo: Demo) -> None:
+    """Load a trained router into the compiled model: sparsity by task, and an answer."""
+    from elastic_compile.training._evaluate import evaluate
+    from elastic_compile.training.data import Encoder
+    from elastic_compile.training.tasks import load_sources
+
+    folder = demo.router or READY_ROUTER
+    if demo.router is None and not folder.is_dir():
+        demo.progress.step(
+            "a trained router comes with the checkout; --router FOLDER names another"
+        )
+        return
+    model = demo.model
+    assert demo.expected is not None and model is not None
+    demo.progress.step(f"a trained router, {folder.parent.name}/{folder.name}")
+    try:
+        elastic_compile.load_router(model, folder)
+    except (OSError, ValueError) as error:
+        raise DemoError(f"the router was not loaded: {error}") from error
+    sources = load_sources(
+        ["builtin:" + ",".join(ROUTED_TASKS)],
+        Encoder(demo.tokenizer, ROUTED_LENGTH),
+        split="test",
+    )
+    with torch.compiler.set_stance("force_eager"):
+        scores = evaluate(
+            model, sources, samples=1, batch_size=1, modes=("routed",), progress=False
+        )
+    shares = {name: task.mean_msr() for name, task in scores.tasks.items()}
+    demo.progress.detail(
+        f"share of streaming heads (Ω_MSR), one prompt of up to {ROUTED_LENGTH} tokens a task: "
+        + ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
+    )
+    ids = passkey_prompt(demo.tokenizer, PASSKEY_LENGTH)
+    graphs = graph_count()
+    out, cost = measure(demo.memory, lambda: _generate(model, ids))
+    more = graph_count() - graphs
+    # The cache has the routes of a compiled call.
+    cache = out.past_key_values if out.get("cache") is None else out.cache
+    routed = elastic_compile.sparsity(cache)
+    tokens = out.sequences[0, ids.shape[1] :]
+    _tell_answer(demo, "compiled, routed", tokens.tolist(), cost)
+    problems = []
+    if KEY not in demo.tokenizer.decode(tokens):
+        problems.append(f"the routed answer is not the key {KEY}")
+    if more:
+        problems.append(f"loading a router compiled {more} more graphs")
+    if not 0 < routed.msr < 1:
+        problems.append(f"the router's Ω_MSR is {routed.msr:.3f}: it tells no heads apart")
+    demo.check(
+        problems,
+        f"the key is found with {routed.msr:.0%} of the heads streaming (Ω_ESR {routed.esr:.3f}); "
+        "loading a router compiled nothing anew",
+    )
+    demo.results["routed"] = {
+        "router": folder.name,
+        "msr": shares,
+        "answer_msr": routed.msr,
+        "answer_esr": routed.esr,
+    }
+
+
 def time_variants(demo: Demo) -> None:
     """Time prefill beside the untouched model and print the table."""
     untouched, model = demo.models()
@@ -708,6 +837,8 @@ STEPS: tuple[Callable[[Demo], None], ...] = (
     transform,
     check_equal,
     compile_and_answer,
+    fit_briefly,
+    answer_routed,
     time_variants,
 )
 
@@ -796,15 +927,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="eager",
         help="what runs the compiled graphs (default eager; inductor compiles for minutes)",
     )
+    parser.add_argument(
+        "--fit",
+        type=int,
+        default=FIT_STEPS,
+        metavar="STEPS",
+        help=f"training steps of the short fit (default {FIT_STEPS}; 0: none)",
+    )
+    parser.add_argument(
+        "--router",
+        type=Path,
+        metavar="FOLDER",
+        help="a trained router (default: the checkout's examples/smollm2/router)",
+    )
     parser.add_argument("--json", metavar="FILE", help="write all results there as JSON")
     options = parser.parse_args(arguments)
     if options.threads is not None and options.threads < 1:
         parser.error(f"--threads is {options.threads}; allowed: 1 or more")
     if options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}; allowed: 1 or more")
+    if options.fit < 0:
+        parser.error(f"--fit is {options.fit}; allowed: 0 or more")
+    if options.router is not None and not options.router.is_dir():
+        parser.error(f"--router: {options.router} is no folder")
     logging.getLogger("elastic_compile").setLevel(logging.WARNING)
     minutes = options.minutes or (LONG_MINUTES if options.long else MINUTES)
-    demo = Demo(options.long, options.rounds, minutes, options.backend)
+    demo = Demo(options.long, options.rounds, minutes, options.backend, options.fit, options.router)
     with _threads(options.threads or quickest_threads([1, torch.get_num_threads()])):
         try:
             check_backend(options.backend)

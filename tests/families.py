@@ -65,6 +65,7 @@ class Family:
         fields: ``layers -> configuration fields``.
         attention: Path of a layer's attention module, with ``{}`` for the layer.
         rewritten: ``layers -> indices of the layers`` whose attention must be rewritten.
+        attending: ``layers -> indices of the layers`` that have attention at all.
         reason: Regular expression that the reason of every skipped site must match.
         kv_heads: Key/value heads per layer that routes are made for.
         head_dim: Size of a head.
@@ -79,6 +80,7 @@ class Family:
     fields: Callable[[int], dict[str, Any]]
     attention: str = "model.layers.{}.self_attn"
     rewritten: Callable[[int], list[int]] = _every
+    attending: Callable[[int], list[int]] = _every
     reason: str = "$^"
     kv_heads: int = KV_HEADS
     head_dim: int = HEAD_DIM
@@ -88,7 +90,7 @@ class Family:
 
     def sites(self, layers: int) -> int:
         """Attention sites the transform must find."""
-        return layers
+        return len(self.attending(layers))
 
     def config(self, layers: int = 2, **overrides: Any) -> Any:
         """The configuration, with fields overridden."""
@@ -98,7 +100,7 @@ class Family:
     def attention_modules(self, model: nn.Module, layers: int | None = None) -> list[nn.Module]:
         """The attention modules of the layers in order, whatever was rewritten."""
         count = model.config.num_hidden_layers if layers is None else layers
-        return [model.get_submodule(self.attention.format(i)) for i in range(count)]
+        return [model.get_submodule(self.attention.format(i)) for i in self.attending(count)]
 
 
 def _llama_like(**more: Any) -> Callable[[int], dict[str, Any]]:
@@ -293,7 +295,93 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
-# Families of the issue, each of which must have at least one rewritten site.
+MORE: dict[str, Family] = {
+    f.name: f
+    for f in (
+        Family(
+            "phi",
+            "PhiConfig",
+            _llama_like(partial_rotary_factor=0.5, resid_pdrop=0.0, embd_pdrop=0.0),
+        ),
+        Family(
+            "gptj",
+            "GPTJConfig",
+            _gpt2(rotary_dim=16),
+            attention="transformer.h.{}.attn",
+            kv_heads=HEADS,
+        ),
+        Family(
+            "opt",
+            "OPTConfig",
+            lambda layers: dict(
+                _COMMON,
+                hidden_size=HIDDEN,
+                word_embed_proj_dim=HIDDEN,
+                ffn_dim=384,
+                num_attention_heads=HEADS,
+                num_hidden_layers=layers,
+                max_position_embeddings=POSITIONS,
+                dropout=0.0,
+            ),
+            attention="model.decoder.layers.{}.self_attn",
+            kv_heads=HEADS,
+        ),
+        # The scale is not the head size's: a dropped one shows.
+        Family("granite", "GraniteConfig", _llama_like(attention_multiplier=0.3)),
+        Family(
+            "starcoder2",
+            "Starcoder2Config",
+            _llama_like(
+                sliding_window=None, use_bias=True, residual_dropout=0.0, embedding_dropout=0.0
+            ),
+        ),
+        # Sliding layers have rotary embeddings, the others none.
+        Family(
+            "cohere2",
+            "Cohere2Config",
+            lambda layers: {
+                **_LLAMA_LIKE,
+                "num_hidden_layers": layers,
+                "sliding_window": 16,
+                "layer_types": _alternating(layers, "sliding_attention"),
+            },
+            rewritten=_odd,
+            reason=_SLIDING,
+        ),
+        # Every other layer without rotary embedding: its constants differ from its neighbours'.
+        Family(
+            "smollm3",
+            "SmolLM3Config",
+            lambda layers: {
+                **_LLAMA_LIKE,
+                "num_hidden_layers": layers,
+                "no_rope_layers": [i % 2 for i in range(layers)],
+            },
+        ),
+        Family(
+            "stablelm",
+            "StableLmConfig",
+            _llama_like(partial_rotary_factor=0.25, qk_layernorm=True, use_parallel_residual=True),
+        ),
+        # Convolutions with attention in every other layer.
+        Family(
+            "lfm2",
+            "Lfm2Config",
+            lambda layers: {
+                **_LLAMA_LIKE,
+                "num_hidden_layers": layers,
+                "layer_types": _alternating(layers, "conv"),
+            },
+            rewritten=_odd,
+            attending=_odd,
+        ),
+    )
+}
+"""Tested with fewer questions: see ``tests/integration/test_more_families.py``."""
+
+ALL = {**FAMILIES, **MORE}
+
+# Each of these must have at least one rewritten site.
 REWRITTEN = [f.name for f in FAMILIES.values() if f.rewritten(2)]
 UNREWRITTEN = [f.name for f in FAMILIES.values() if not f.rewritten(2)]
 
@@ -339,8 +427,8 @@ def build(
     dtype: torch.dtype = torch.float32,
     **overrides: Any,
 ) -> Any:
-    """A tiny model of family `name` in eval mode; equal arguments give equal weights."""
-    family = FAMILIES[name]
+    """A tiny model of a family of `ALL`, in eval mode; equal arguments give equal weights."""
+    family = ALL[name]
     implementation = attn_implementation or family.attn_implementation
     config = family.config(layers, **overrides)
     kwargs = {} if implementation is None else {"attn_implementation": implementation}

@@ -1,5 +1,6 @@
 """The demo's steps on a tiny random model; the demo itself only when asked for (``-m slow``)."""
 
+import copy
 import dataclasses
 import importlib.util
 import json
@@ -18,6 +19,7 @@ import elastic_compile
 from elastic_compile import ElasticConfig, _embedded, demo
 from elastic_compile.demo import Demo, Measured, Memory, Progress, Recording, Row
 from tests.families import VOCAB, build
+from tests.training import helpers
 
 CONFIG = ElasticConfig(sink=4, local=16)
 PRESENT = all(
@@ -192,7 +194,9 @@ def key_is_answered(monkeypatch, small):
 
 @pytest.mark.smoke
 def test_all_steps(small, said, key_is_answered):
-    steps = [step for step in demo.STEPS if step not in (demo.load, demo.run_untouched)]
+    # The two steps with routers have their own test: they want a real tokenizer.
+    elsewhere = (demo.load, demo.run_untouched, demo.fit_briefly, demo.answer_routed)
+    steps = [step for step in demo.STEPS if step not in elsewhere]
     assert steps[-1] is demo.time_variants
     graphs = []
     steps.insert(-1, lambda _: graphs.append(demo.graph_count()))
@@ -228,6 +232,64 @@ def test_all_steps(small, said, key_is_answered):
         assert len(row["runs"]) == demo.ROUNDS
         assert row["seconds"] == sorted(row["runs"])[1]
         assert row["speedup"] == rows[0]["seconds"] / row["seconds"]
+
+
+@pytest.fixture
+def routed(small, monkeypatch, tmp_path):
+    """The demo up to the compiled model; a trained router is in a folder."""
+    for name, value in {"FIT_LENGTH": 600, "ROUTED_LENGTH": 600, "KEY": ""}.items():
+        monkeypatch.setattr(demo, name, value)
+    monkeypatch.setattr(_embedded, "load_tokenizer", helpers.tokenizer)
+    small.fit_steps, small.router = 3, tmp_path / "router"
+    for step in (demo.load, demo.run_untouched, demo.transform):
+        step(small)
+    # Made on a copy: the demo's own routers are untrained.
+    elastic_compile.save_router(helpers.stir(copy.deepcopy(small.model)), small.router)
+    demo.compile_and_answer(small)
+    assert small.failures == []
+    return small
+
+
+def test_a_short_fit_and_a_trained_router(routed, said, monkeypatch):
+    graphs = demo.graph_count()
+    demo.fit_briefly(routed)
+    demo.answer_routed(routed)
+    assert routed.failures == [] and demo.graph_count() == graphs
+    assert [record["step"] for record in routed.results["fit"]["records"]] == [1, 2, 3]
+    results = routed.results["routed"]
+    assert set(results["msr"]) == set(demo.ROUTED_TASKS)
+    assert len(set(results["msr"].values())) > 1  # other prompts, other routes
+    assert 0 < results["answer_esr"] < results["answer_msr"] < 1
+    assert "lm_code " in "\n".join(said) and "the backbone did not" in "\n".join(said)
+    monkeypatch.setattr(demo, "KEY", "nobody says this")
+    demo.answer_routed(routed)
+    assert routed.failures == ["the routed answer is not the key nobody says this"]
+
+
+def test_a_fit_that_moves_the_backbone_fails(routed, monkeypatch):
+    import elastic_compile.training as training
+
+    def meddles(model, *args, fit=training.fit, **kwargs):
+        result = fit(model, *args, **kwargs)
+        with torch.no_grad():
+            next(model.parameters()).mul_(1.001)
+        return result
+
+    monkeypatch.setattr(training, "fit", meddles)
+    demo.fit_briefly(routed)
+    assert routed.failures == ["the fit changed the backbone"]
+
+
+def test_without_a_trained_router_the_demo_says_where_one_is(routed, said, monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "READY_ROUTER", tmp_path / "none")
+    routed.router, routed.fit_steps = None, 0
+    demo.fit_briefly(routed)
+    demo.answer_routed(routed)
+    assert "--router FOLDER" in said[-1] and not {"fit", "routed"} & set(routed.results)
+    routed.router = tmp_path / "router"
+    (routed.router / "elastic_config.json").write_text("{}")
+    with pytest.raises(demo.DemoError, match="the router was not loaded"):
+        demo.answer_routed(routed)
 
 
 def test_a_graph_without_the_op_fails(small, key_is_answered, monkeypatch):
@@ -283,7 +345,13 @@ def test_json_and_threads(monkeypatch, tmp_path, small, capsys):
     assert written["versions"]["elastic_compile"] == elastic_compile.__version__
 
 
-@pytest.mark.parametrize("words", [["--threads", "0"], ["--rounds", "0"], ["--backend", "nvfuser"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["--threads", "0"], ["--rounds", "0"], ["--backend", "nvfuser"]),
+        *(["--fit", "-1"], ["--router", "/no/such/folder"]),
+    ],
+)
 def test_wrong_options_are_refused(words, capsys):
     with pytest.raises(SystemExit) as stop:
         demo.main(words)
@@ -329,6 +397,8 @@ def test_the_demo(tmp_path):
     assert results["answers"]["compiled"]["text"].startswith(demo.KEY)
     assert demo.KEY not in results["answers"]["compiled, every head streaming"]["text"]
     assert results["highest_bytes"] < 8 * 2**30
+    assert results["answers"]["compiled, routed"]["text"].startswith(demo.KEY)
+    assert 0 < min(results["routed"]["msr"].values()) and len(results["fit"]["records"]) == 4
     rows = {row["variant"]: row for row in results["prefill"]}
     assert [round(row["msr"], 3) for row in rows.values() if row["msr"] is not None] == [
         *(0.0, 0.5, 0.9, 1.0)

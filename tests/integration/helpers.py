@@ -16,7 +16,7 @@ from torch import nn
 from transformers import DynamicCache, StaticCache
 
 import elastic_compile
-from tests.families import FAMILIES, Family, build, pad, tokens
+from tests.families import ALL, Family, build, pad, tokens
 
 # Far below every length used, so that sparse and full routes differ.
 SINK = 4
@@ -129,7 +129,7 @@ class Pair:
     """An untouched model and a transformed one with equal weights."""
 
     def __init__(self, name: str, layers: int = 2, config: dict | None = None, **build_kw: Any):
-        self.family: Family = FAMILIES[name]
+        self.family: Family = ALL[name]
         self.layers = layers
         self.rewritten = self.family.rewritten(layers)
         self.base = build(name, layers, **build_kw)
@@ -280,7 +280,9 @@ def streaming_oracle(
     real = torch.ones_like(ids) if mask is None else mask
     if routes.ndim == 2:
         routes = routes.expand(batch, *routes.shape)
-    modules = pair.family.attention_modules(model)
+    modules = dict(
+        zip(pair.family.attending(pair.layers), pair.family.attention_modules(model), strict=True)
+    )
     heads = model.config.num_attention_heads
     handles = []
     for index, layer in enumerate(pair.rewritten):
