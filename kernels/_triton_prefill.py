@@ -3,8 +3,10 @@
 A program computes BM query rows of one query head over a list of key blocks of BN keys: those that
 all its rows see whole, for which no mask is computed, and the few that the diagonal, the left edge
 of the window or the end of the sink cuts. Positions are relative to the sample's first real key
-(``start``), so left padding costs nothing and the sink begins with block 0. Scores are kept in
-units of log 2, so that a softmax weight is one fused multiply-add and one exp2.
+(``start``), so left padding costs nothing and the sink begins with block 0. Nor does a key mask
+that only says where a sample begins and ends: ``spans`` finds that out on the device, and only a
+sample with a hole has masks computed for all its blocks. Scores are kept in units of log 2, so
+that a softmax weight is one fused multiply-add and one exp2.
 """
 
 from __future__ import annotations
@@ -114,6 +116,48 @@ def _choose_tile(
 
 
 @triton.jit
+def _key_range(sample, start, kv_len, stride_start, stride_len, held):
+    """First real column of a sample, and the column after the last filled one."""
+    first = sample * 0
+    if start is not None:
+        first = tl.load(start + sample * stride_start).to(tl.int32)
+        first = tl.minimum(tl.maximum(first, 0), held)
+    filled = sample * 0 + held
+    if kv_len is not None:
+        filled = tl.minimum(tl.load(kv_len + sample * stride_len).to(tl.int32), held)
+    return first, filled
+
+
+@triton.jit(do_not_specialize=["stride_mb", "stride_start", "stride_len", "held"])
+def spans(
+    key_mask,
+    start,
+    kv_len,
+    span,
+    stride_mb,
+    stride_ms,
+    stride_start,
+    stride_len,
+    held,
+    BLOCK: tl.constexpr,
+):
+    """What the mask of a sample says, int32 [B, 2]: the column after its last real key, and whether
+    a key before that is not real."""
+    sample = tl.program_id(0)
+    first, filled = _key_range(sample, start, kv_len, stride_start, stride_len, held)
+    row = key_mask + sample.to(tl.int64) * stride_mb
+    count = sample * 0
+    last = first
+    for begin in range(first, filled, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        real = tl.load(row + column.to(tl.int64) * stride_ms, mask=column < filled, other=0) != 0
+        count += tl.sum(real.to(tl.int32), 0)
+        last = tl.maximum(last, tl.max(tl.where(real, column + 1, 0), 0))
+    tl.store(span + sample * 2, last)
+    tl.store(span + sample * 2 + 1, (count != last - first).to(tl.int32))
+
+
+@triton.jit
 def _whole_block(t, sink_whole, inner):
     """Index of the t-th block that all rows see whole: the sink's, then the window's."""
     return tl.where(t < sink_whole, t, t - sink_whole + inner)
@@ -167,17 +211,26 @@ def _visible(
     BN: tl.constexpr,
     STREAMS: tl.constexpr,
 ):
-    """Which pairs [BM, BN] of the block at key n count, and which of its keys [BN] are real."""
+    """Which pairs [BM, BN] of the block at key n count."""
     j = n + tl.arange(0, BN)
-    real = j < keys
     behind = position[:, None] - j[None, :]
     visible = behind >= 0
     if STREAMS:
         visible = visible & ((behind < reach) | (j < sink)[None, :])
     if mask_row is not None:
-        real = real & (tl.load(mask_row + j.to(tl.int64) * stride_ms, mask=real, other=0) != 0)
+        real = tl.load(mask_row + j.to(tl.int64) * stride_ms, mask=j < keys, other=0) != 0
         visible = visible & real[None, :]
-    return visible, real
+    return visible
+
+
+@triton.jit
+def _silence(block, n, keys, mask_row, stride_ms, BN: tl.constexpr):
+    """Zeros where a key is not real: a weight of zero does not silence a NaN."""
+    if mask_row is not None:
+        j = n + tl.arange(0, BN)
+        real = tl.load(mask_row + j.to(tl.int64) * stride_ms, mask=j < keys, other=0) != 0
+        block = tl.where(real[:, None], block, tl.zeros_like(block))
+    return block
 
 
 @triton.jit
@@ -268,6 +321,7 @@ def prefill(
     start,
     kv_len,
     key_mask,
+    span,
     learned_sinks,
     scale_tensor,
     scale,
@@ -347,15 +401,13 @@ def prefill(
     )
 
     # Keys [first, first + keys) of the sample are real; row i sits at shift + i, counted from them.
-    first = sample * 0
-    if start is not None:
-        first = tl.load(start + sample * stride_start).to(tl.int32)
-        first = tl.minimum(tl.maximum(first, 0), held)
-    filled = sample * 0 + held
-    if kv_len is not None:
-        # No row sits behind the last key: causality alone keeps rows off what was never filled.
-        filled = tl.minimum(tl.load(kv_len + sample * stride_len).to(tl.int32), held)
-    keys = tl.maximum(filled - first, 0)
+    # Without a mask no row sits behind the last key: causality alone keeps rows off what was never
+    # filled. With one they may (right padding).
+    first, filled = _key_range(sample, start, kv_len, stride_start, stride_len, held)
+    last = filled
+    if key_mask is not None:
+        last = tl.load(span + sample * 2)
+    keys = tl.maximum(last - first, 0)
     shift = filled - queries - first
     lowest = shift + tile * BM
     highest = shift + tl.minimum(tile * BM + BM, queries) - 1
@@ -379,8 +431,10 @@ def prefill(
     mask_row = key_mask
     if key_mask is not None:
         mask_row += sample.to(tl.int64) * stride_mb + first.to(tl.int64) * stride_ms
-        inner = diagonal
-        sink_whole = sample * 0
+        # With a hole, every block needs its mask.
+        broken = tl.load(span + sample * 2 + 1) != 0
+        inner = tl.where(broken, diagonal, inner)
+        sink_whole = tl.where(broken, 0, sink_whole)
     whole = sink_whole + diagonal - inner
     sink_cut = sink_all - sink_whole
     left_cut = sink_cut + inner - edge
@@ -419,7 +473,6 @@ def prefill(
     if OVERLAP:
         # The values lag one block behind, so that their products run on the tensor cores during
         # the next block's softmax. The last diagonal block, which always exists, goes first.
-        tl.static_assert(key_mask is None)
         before = (diagonal + tl.maximum(cut - left_cut - 1, 0)) * BN
         p = tl.zeros([BM, BN], tl.float32)
         shrink = tl.zeros([BM], tl.float32)
@@ -429,7 +482,7 @@ def prefill(
                 key, key_offsets, columns, before, stride_ks, keys, BN, D, TMA, WHOLE=False
             )
             s = tl.dot(q, k.T, input_precision=PRECISION)
-            visible, _ = _visible(
+            visible = _visible(
                 before, position, keys, reach, sink, mask_row, stride_ms, BN, STREAMS
             )
             p, top, total, shrink = _softmax_cut(s, visible, top, total, gain, rate, cap)
@@ -469,15 +522,17 @@ def prefill(
                 TMA,
                 WHOLE=False,
             )
+            v = _silence(v, before, keys, mask_row, stride_ms, BN)
             acc = acc * shrink[:, None]
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-            visible, _ = _visible(n, position, keys, reach, sink, mask_row, stride_ms, BN, STREAMS)
+            visible = _visible(n, position, keys, reach, sink, mask_row, stride_ms, BN, STREAMS)
             p, top, total, shrink = _softmax_cut(s, visible, top, total, gain, rate, cap)
             before = n
         acc = acc * shrink[:, None]
         v = _load_block(
             value, value_offsets, value_columns, before, stride_vs, keys, BN, DV, TMA, WHOLE=False
         )
+        v = _silence(v, before, keys, mask_row, stride_ms, BN)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     else:
         for t in tl.range(0, whole):
@@ -494,16 +549,12 @@ def prefill(
             n = _cut_block(t, sink_cut, left_cut, sink_whole, edge, diagonal) * BN
             k = _load_block(key, key_offsets, columns, n, stride_ks, keys, BN, D, TMA, WHOLE=False)
             s = tl.dot(q, k.T, input_precision=PRECISION)
-            visible, real = _visible(
-                n, position, keys, reach, sink, mask_row, stride_ms, BN, STREAMS
-            )
+            visible = _visible(n, position, keys, reach, sink, mask_row, stride_ms, BN, STREAMS)
             p, top, total, shrink = _softmax_cut(s, visible, top, total, gain, rate, cap)
             v = _load_block(
                 value, value_offsets, value_columns, n, stride_vs, keys, BN, DV, TMA, WHOLE=False
             )
-            if key_mask is not None:
-                # A weight of zero does not silence a NaN.
-                v = tl.where(real[:, None], v, tl.zeros_like(v))
+            v = _silence(v, n, keys, mask_row, stride_ms, BN)
             acc = acc * shrink[:, None]
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 

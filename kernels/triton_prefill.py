@@ -26,6 +26,7 @@ _MAX_HEAD = 256
 _MAX_KEYS = 1 << 30
 _L2_SHARE = 0.6
 _DEFAULT_L2 = 40 << 20
+_SPAN_BLOCK = 4096
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,6 @@ def select_config(
     *,
     streams: bool = True,
     tma: bool = True,
-    masked: bool = False,
 ) -> Config:
     """The launch configuration: a function of these alone, the same in every process.
 
@@ -75,7 +75,6 @@ def select_config(
         queries: Query rows of a head.
         streams: Whether heads may stream.
         tma: Whether chip and strides allow TMA descriptors.
-        masked: Whether the call has a key mask, so that every block needs a mask.
     """
     tma = tma and dtype != torch.float32
     if dtype == torch.float32:
@@ -87,7 +86,7 @@ def select_config(
         rows, keys = (16 if queries <= 16 else 64), (64 if head_size <= 128 else 32)
         stages = 3 if head_size <= 128 and capability[0] == 9 else 2
         return Config(rows, keys, warps=4, stages=stages, tma=tma)
-    if tma and not masked and capability[0] == 9:
+    if tma and capability[0] == 9:
         if head_size <= 64:
             return Config(rows=128, keys=64, warps=4, stages=3, overlap=True, split_sums=False)
         if head_size <= 128 and streams:
@@ -163,7 +162,6 @@ def forward(call: AttentionCall, config: Config | None = None) -> tuple[Tensor, 
             queries,
             streams=full_streams or sparse_streams,
             tma=tma,
-            masked=call.key_mask is not None,
         )
 
     out = query.new_empty((batch, heads, queries, value_size))
@@ -186,6 +184,7 @@ def forward(call: AttentionCall, config: Config | None = None) -> tuple[Tensor, 
         start=start,
         kv_len=kv_len,
         key_mask=None if mask is None else mask.view(torch.uint8),
+        span=None if mask is None else mask.new_empty((batch, 2), dtype=torch.int32),
         learned_sinks=call.sinks,
         scale_tensor=call.scale_tensor,
         scale=float(scale),
@@ -216,7 +215,7 @@ def forward(call: AttentionCall, config: Config | None = None) -> tuple[Tensor, 
         SPARSE_STREAMS=sparse_streams,
         SCAN=_scan_width(units),
         TMA=config.tma and tma,
-        OVERLAP=config.overlap and mask is None,
+        OVERLAP=config.overlap,
         SPLIT_SUMS=config.split_sums,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=config.warps,
@@ -233,15 +232,27 @@ def _launch(programs: int, device: torch.device, arguments: dict[str, Any]) -> N
     from elastic_compile.kernels._triton_prefill import prefill
 
     if device.type != "cuda":
+        _find_spans(arguments)
         prefill[(programs,)](**arguments)
         return
     with torch.cuda.device(device):
+        _find_spans(arguments)
         if arguments["TMA"]:
             # Descriptors made on the device need scratch memory. The allocator is a context
             # variable of Triton's: in a copied context the caller's own stays as it is.
             contextvars.copy_context().run(_launch_with_scratch, programs, device, arguments)
         else:
             prefill[(programs,)](**arguments)
+
+
+def _find_spans(arguments: dict[str, Any]) -> None:
+    from elastic_compile.kernels._triton_prefill import spans
+
+    span = arguments["span"]
+    if span is not None:
+        names = ("key_mask", "start", "kv_len", "span", "stride_mb", "stride_ms", "stride_start")
+        given = {name: arguments[name] for name in (*names, "stride_len", "held")}
+        spans[(span.shape[0],)](**given, BLOCK=_SPAN_BLOCK)
 
 
 def _launch_with_scratch(programs: int, device: torch.device, arguments: dict[str, Any]) -> None:

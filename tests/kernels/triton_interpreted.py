@@ -147,6 +147,58 @@ def test_holes(poisoned_memory, config):
     )
 
 
+def spanning(*ranges, length):
+    """A mask whose samples are real from the first to the second number, bool [B, length]."""
+    column = torch.arange(length)
+    return torch.stack([(column >= low) & (column < high) for low, high in ranges])
+
+
+@pytest.mark.parametrize(
+    "config", [PLAIN, OVERLAP, POINTERS, None], ids=["plain", "overlap", "pointers", "chosen"]
+)
+def test_a_mask_that_only_pads(poisoned_memory, config):
+    """Left, right, both, none, all, and one sample with a hole beside them."""
+    ranges = [(0, 70), (31, 70), (0, 33), (20, 50), (7, 7), (0, 70)]
+    mask = spanning(*ranges, length=70)
+    mask[-1, 30:34] = False
+    start = torch.tensor([low for low, _ in ranges])
+    _, empty = check(
+        inputs(batch=6, heads=2, rows=70, keys=70), config=config, key_mask=mask, start=start
+    )
+    assert empty[4].all() and not empty[0].any()
+
+
+@configs
+def test_a_mask_over_a_static_cache(poisoned_memory, config):
+    """What lies beyond the filled length is neither real nor a hole, whatever the mask says."""
+    mask = spanning((0, 90), (9, 90), (0, 40), (0, 90), length=90)
+    mask[3, 10] = False
+    check(
+        inputs(batch=4, heads=2, rows=24, keys=90),
+        config=config,
+        key_mask=mask,
+        start=torch.tensor([0, 9, 0, 0]),
+        kv_len=torch.tensor([70, 61, 64, 80]),
+    )
+
+
+def test_spans_are_found_over_several_blocks(monkeypatch):
+    monkeypatch.setattr(triton_prefill, "_SPAN_BLOCK", 16)
+    mask = spanning((0, 70), (31, 70), (0, 33), (20, 50), (7, 7), (0, 70), length=70)
+    mask[5, 40] = False
+    found = []
+    real = triton_prefill._find_spans
+
+    def spy(arguments):
+        real(arguments)
+        found.append(arguments["span"].clone())
+
+    monkeypatch.setattr(triton_prefill, "_find_spans", spy)
+    start = torch.tensor([0, 31, 0, 20, 7, 0])
+    check(inputs(batch=6, heads=2, rows=70, keys=70), key_mask=mask, start=start)
+    assert found[0].tolist() == [[70, 0], [70, 0], [33, 0], [50, 0], [7, 0], [70, 1]]
+
+
 @pytest.mark.parametrize("group", [1, 2, 4, 7])
 def test_query_heads_to_a_kv_head(poisoned_memory, group):
     check(inputs(heads=2 * group, rows=27, keys=27), config=OVERLAP, local=9)
