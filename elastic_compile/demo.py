@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import ctypes
 import dataclasses
 import functools
-import gc
 import logging
 import os
 import platform
@@ -24,16 +22,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import elastic_compile
 from elastic_compile import _embedded, _files
+from elastic_compile._measure import Measured, Memory, measure, spread_routes
 from elastic_compile.config import ElasticConfig
-
-T = TypeVar("T")
 
 PASSKEY_LENGTH = 2048
 LOGITS_LENGTH = 1024
@@ -83,80 +80,6 @@ class Progress:
         """A result of the current step."""
         for line in text.splitlines() or [""]:
             self._write(f"           {line}".rstrip())
-
-
-_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-
-class Memory:
-    """Resident memory of this process and its high-water mark, where the system shows them."""
-
-    def __init__(self) -> None:
-        self.highest = 0
-        """Largest high-water mark seen so far, bytes; 0 where it cannot be read."""
-        self.available = self._reset()
-
-    def _reset(self) -> bool:
-        """Let the high-water mark start again from the present size (Linux)."""
-        try:
-            _CLEAR_REFS.write_text("5")
-            return self._read("VmHWM") > 0
-        except (OSError, ValueError):
-            return False
-
-    def _read(self, field: str) -> int:
-        for line in _STATUS.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name == field:
-                return int(value.split()[0]) * 1024
-        raise ValueError(f"{_STATUS} has no {field}")
-
-    def begin(self) -> int:
-        """Give freed memory back to the system and start a measurement; returns bytes in use."""
-        gc.collect()
-        if not self.available:
-            return 0
-        _trim()
-        self.highest = max(self.highest, self._read("VmHWM"))
-        self._reset()
-        return self._read("VmRSS")
-
-    def end(self, begun: int) -> int | None:
-        """Bytes above ``begun`` at the highest point since then; None where unknown."""
-        if not self.available:
-            return None
-        peak = self._read("VmHWM")
-        self.highest = max(self.highest, peak)
-        return max(peak - begun, 0)
-
-
-def _trim() -> None:
-    # glibc keeps freed memory; what one variant freed would hide what the next one takes.
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """Cost of one call."""
-
-    seconds: float
-    """Wall time."""
-    cpu_seconds: float
-    """Processor time of all threads: what a busy machine distorts least."""
-    extra_bytes: int | None
-    """Resident memory added at the highest point; None where the system does not show it."""
-
-
-def measure(memory: Memory, call: Callable[[], T]) -> tuple[T, Measured]:
-    """Run ``call`` once without gradients; returns its result, time and added memory."""
-    begun = memory.begin()
-    started, cpu_started = time.perf_counter(), time.process_time()
-    with torch.no_grad():
-        result = call()
-    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
-    return result, Measured(seconds, cpu_seconds, memory.end(begun))
 
 
 def quickest_threads(counts: Sequence[int], work: Callable[[], None] | None = None) -> int:
@@ -233,25 +156,6 @@ def passkey_prompt(tokenizer: Any, length: int, key: str = KEY, depth: float = D
     count = (length - len(head) - len(needle) - len(question)) // len(filler)
     before = round(count * depth)
     return torch.tensor([head + filler * before + needle + filler * (count - before) + question])
-
-
-def spread_routes(kv_heads: Sequence[int], share: float) -> list[Tensor]:
-    """Routes that let ``share`` of all heads stream, spread evenly over layers and heads.
-
-    Args:
-        kv_heads: Kv heads of every rewritten site.
-        share: From 0 to 1.
-
-    Returns:
-        One int32 tensor [kv heads] a site, for ``force_routes``: 0 full, 1 sparse. The number of
-        ones is ``share`` of all heads, rounded.
-    """
-    total = sum(kv_heads)
-    ones = round(share * total)
-    flat = torch.tensor(
-        [(i + 1) * ones // total - i * ones // total for i in range(total)], dtype=torch.int32
-    )
-    return list(flat.split(list(kv_heads)))
 
 
 # ------------------------------------------------------------------ equality with the untouched

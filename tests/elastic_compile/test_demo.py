@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import elastic_compile
-from elastic_compile import ElasticConfig, _embedded, demo
-from elastic_compile.demo import Demo, Measured, Memory, Progress, Recording, Row
+from elastic_compile import ElasticConfig, _embedded, _measure, demo
+from elastic_compile._measure import Measured, Memory
+from elastic_compile.demo import Demo, Progress, Recording, Row
 from tests.families import VOCAB, build
 from tests.training import helpers
 
@@ -101,7 +102,7 @@ def test_memory_counts_what_a_call_adds_and_not_what_came_before():
 
 
 def test_without_a_readable_mark_memory_is_unknown_not_zero(monkeypatch, tmp_path):
-    monkeypatch.setattr(demo, "_CLEAR_REFS", tmp_path / "no" / "file")
+    monkeypatch.setattr(_measure, "_CLEAR_REFS", tmp_path / "no" / "file")
     memory = Memory()
     assert not memory.available
     value, cost = demo.measure(memory, lambda: 3)
