@@ -79,8 +79,8 @@ def test_compiled_runs_compile_the_model_and_leave_it_uncompiled():
     )
     assert len(rows) == 6
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
-    # Prefill and decode, untouched and transformed: a new share or length compiles nothing, nor does
-    # the untouched model the second time.
+    # Prefill and decode, untouched and transformed: a new share or length compiles nothing, nor
+    # does the untouched model the second time.
     assert graphs == 4
     assert model._compiled_call_impl is None
 
