@@ -278,3 +278,12 @@ def test_a_configuration_that_disagrees_with_the_router(tmp_path, pair):
     with pytest.raises(ValueError, match="local"):
         elastic_compile.transform(model, elastic_config(local=9), router=tmp_path)
     assert not elastic_compile.is_transformed(model)
+
+
+def test_continuous_batching_refuses_a_transformed_model_by_name():
+    """Its paged cache is none that the rewritten sites know; nothing must run half."""
+    model = elastic_compile.transform(build("llama"), elastic_config())
+    config = transformers.GenerationConfig(max_new_tokens=2, do_sample=False, pad_token_id=0)
+    with pytest.raises(ValueError, match=r"elastic_compile.* is not supported"):
+        model.generate_batch(inputs=[[5, 6, 7]], generation_config=config)
+    assert elastic_compile.is_transformed(model)
