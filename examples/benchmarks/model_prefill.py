@@ -1,0 +1,237 @@
+"""Time the prefill of whole models with more and more heads streaming, beside the untouched model.
+
+    python examples/benchmarks/model_prefill.py --out examples/benchmarks/results/model_prefill.json
+
+Needs a CUDA GPU. Weights are random, in the geometry of a published model: times do not depend on
+them, and routes are forced. A row is the median time of one prefill with a KV cache and the logits
+of the last position (time to the first token without the tokenizer). The untouched row is the
+fastest of its variants, eager and compiled; all of them are in ``meta``. Before anything is timed
+the transformed model, every head full, is compared with the untouched one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from prefill import commit, versions
+
+import elastic_compile
+from elastic_compile import ElasticConfig
+from elastic_compile._measure import spread_routes
+
+GEOMETRIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-4B": (
+        "Qwen3Config",
+        dict(
+            hidden_size=2560,
+            intermediate_size=9728,
+            num_hidden_layers=36,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            vocab_size=151936,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "Llama-3.1-8B": (
+        "LlamaConfig",
+        dict(
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            vocab_size=128256,
+        ),
+    ),
+    "tiny": (
+        "LlamaConfig",
+        dict(
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            head_dim=32,
+            vocab_size=1024,
+        ),
+    ),
+}
+PARITY = 5e-2
+"""Largest relative difference of bfloat16 logits, norm over norm."""
+
+
+def main() -> None:
+    """Measure, print a table, and write it as JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--geometries", nargs="+", choices=GEOMETRIES, default=["Qwen3-4B", "Llama-3.1-8B"]
+    )
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[8192, 16384, 32768, 65536, 131072, 262144]
+    )
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.5, 0.7, 0.9, 1.0])
+    parser.add_argument("--sink", type=int, default=128)
+    parser.add_argument("--local", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--backends", nargs="+", default=["none", "inductor"])
+    parser.add_argument("--commit", help="what the JSON calls the commit; default: git's HEAD")
+    parser.add_argument("--out", type=Path, help="JSON file to write, after every length")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("model_prefill.py measures a CUDA GPU, and there is none")
+    meta: dict[str, Any] = {
+        "card": torch.cuda.get_device_name(),
+        "versions": {**versions(), "transformers": transformers.__version__},
+        "commit": args.commit or commit(),
+        "dtype": "bf16",
+        "sink": args.sink,
+        "local": args.local,
+        "rounds": args.rounds,
+        "untouched_ms": {},
+    }
+    rows: list[dict[str, Any]] = []
+    print(f"{'geometry':14} {'impl':10} {'S':>7} {'Ω_MSR':>6} {'ms':>10} {'GiB':>6} speed-up")
+    for name in args.geometries:
+        measure(args, name, meta, rows)
+
+
+def build(name: str, positions: int) -> Any:
+    """A model with random weights on the GPU."""
+    kind, fields = GEOMETRIES[name]
+    config = getattr(transformers, kind)(
+        **fields, max_position_embeddings=positions, bos_token_id=None, eos_token_id=None
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model.eval()
+
+
+@torch.no_grad()
+def prefill(model: Any, ids: Tensor) -> Tensor:
+    """Logits [1, 1, vocabulary] of the last position; fills a cache, as generate does."""
+    # A mask of ones, as generate makes it.
+    mask = torch.ones_like(ids)
+    logits: Tensor = model(ids, attention_mask=mask, use_cache=True, logits_to_keep=1).logits
+    return logits
+
+
+def timed(model: Any, ids: Tensor, rounds: int) -> tuple[float, int]:
+    """Median milliseconds of a prefill after one that warms up, and the most bytes in use."""
+    prefill(model, ids)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        prefill(model, ids)
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - started))
+    return median(times), torch.cuda.max_memory_allocated()
+
+
+def fastest(model: Any, ids: Tensor, args: argparse.Namespace) -> tuple[float, int, dict[str, Any]]:
+    """The best of the model's variants (not compiled, or by a backend): ms, bytes, all of them."""
+    found: dict[str, Any] = {}
+    for backend in args.backends:
+        model._compiled_call_impl = None
+        if backend != "none":
+            model.compile(backend=backend, dynamic=True)
+        try:
+            found[backend] = timed(model, ids, args.rounds)
+        except torch.OutOfMemoryError as error:
+            found[backend] = (float("inf"), 0)
+            print(f"{backend} at {ids.shape[1]}: {str(error).splitlines()[0]}", flush=True)
+    model._compiled_call_impl = None
+    best = min(found, key=lambda backend: found[backend][0])
+    return (*found[best], {backend: round(ms, 3) for backend, (ms, _) in found.items()})
+
+
+def measure(
+    args: argparse.Namespace, name: str, meta: dict[str, Any], rows: list[dict[str, Any]]
+) -> None:
+    """All lengths of one geometry: untouched first, then transformed."""
+    model = build(name, max(args.lengths))
+    size = model.config.vocab_size
+    prompts = [torch.randint(size, (1, length), device="cuda") for length in args.lengths]
+    untouched: dict[int, tuple[float, int]] = {}
+    for ids in prompts:
+        length = ids.shape[1]
+        ms, peak, variants = fastest(model, ids, args)
+        untouched[length] = ms, peak
+        meta["untouched_ms"].setdefault(name, {})[str(length)] = variants
+        tell(rows, args, meta, name, "untouched", length, None, ms, peak, 1.0)
+    wanted = prefill(model, prompts[0]).float()
+    elastic_compile.transform(model, ElasticConfig(sink=args.sink, local=args.local))
+    error = torch.linalg.norm(prefill(model, prompts[0]).float() - wanted)
+    error = float(error / torch.linalg.norm(wanted))
+    if not error < PARITY:
+        sys.exit(f"{name}: with every head full the logits differ by {error:.2e}: nothing is timed")
+    kv_heads = [site.kv_heads for site in elastic_compile.report(model).rewritten]
+    for ids in prompts:
+        length = ids.shape[1]
+        for share in args.shares:
+            with elastic_compile.force_routes(model, spread_routes(kv_heads, share)):
+                ms, peak, _ = fastest(model, ids, args)
+            tell(
+                rows, args, meta, name, "elastic", length, share, ms, peak,
+                untouched[length][0] / ms,
+            )  # fmt: skip
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def tell(
+    rows: list[dict[str, Any]],
+    args: argparse.Namespace,
+    meta: dict[str, Any],
+    name: str,
+    impl: str,
+    length: int,
+    msr: float | None,
+    ms: float,
+    peak: int,
+    speedup: float,
+) -> None:
+    """Print a row and write the file anew, so that a run that is cut short leaves what it has."""
+    rows.append(
+        {
+            "geometry": name,
+            "impl": impl,
+            "S": length,
+            "msr": msr,
+            "ms": round(ms, 3),
+            "peak_bytes": peak,
+            "speedup": round(speedup, 3),
+        }
+    )
+    share = "-" if msr is None else f"{msr:.2f}"
+    print(
+        f"{name:14} {impl:10} {length:7} {share:>6} {ms:10.1f} {peak / 2**30:6.1f} {speedup:.2f}",
+        flush=True,
+    )
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+        head = json.dumps(meta, indent=2).replace("\n", "\n  ")
+        args.out.write_text(f'{{\n  "meta": {head},\n  "rows": [\n{lines}\n  ]\n}}\n')
+
+
+if __name__ == "__main__":
+    main()
