@@ -1,4 +1,4 @@
-"""Time causal prefill of mixed full and streaming heads beside torch SDPA.
+"""Time causal prefill of mixed full and streaming heads beside other implementations.
 
     python examples/benchmarks/prefill.py --out examples/benchmarks/results/prefill.json
 
@@ -16,20 +16,23 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention import SDPBackend
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import peers
 
 from elastic_compile.kernels import ops, reference
 from elastic_compile.kernels._call import AttentionCall
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PEERS = ("sdpa", "sdpa-flash", "fa3", "flex", "gather")
 PARITY = 1e-2
 TAIL = 64
 
@@ -43,6 +46,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=32, help="query heads")
     parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        choices=PEERS,
+        default=list(PEERS),
+        help="what to compare with; flex and gather compile for every shape",
+    )
+    parser.add_argument(
+        "--longest-mask", type=int, default=32768, help="no block mask for longer sequences"
+    )
     parser.add_argument("--sink", type=int, default=128)
     parser.add_argument("--local", type=int, default=2048)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
@@ -92,38 +105,61 @@ def measure(
         for heads in (args.heads, args.kv_heads, args.kv_heads)
     )
 
-    def elastic(sparse: int) -> Callable[[], Tensor]:
+    def routes(sparse: int) -> Tensor:
         # Spread over the heads, as a router would.
         route = torch.zeros(args.batch, args.kv_heads, dtype=torch.int32, device="cuda")
         step = args.kv_heads / max(sparse, 1)
         route[:, [int(i * step) for i in range(sparse)]] = 1
-        call = AttentionCall(query, key, value, route, args.sink, args.local)
+        return route
 
-        def run() -> Tensor:
-            return ops.attention(query, key, value, route, sink=args.sink, local=args.local)[0]
-
-        check(run(), call)
+    def checked(run: Callable[[], Tensor], sparse: int) -> Callable[[], Tensor]:
+        check(run(), AttentionCall(query, key, value, routes(sparse), args.sink, args.local), real)
         return run
 
-    def torch_sdpa(backend: SDPBackend | None) -> Callable[[], Tensor]:
-        def run() -> Tensor:
-            with nullcontext() if backend is None else sdpa_kernel(backend):
-                return scaled_dot_product_attention(
-                    query, key, value, is_causal=True, enable_gqa=True
-                )
+    # Batches are padded on the left, each sample by another eighth; one sample never is.
+    pads = torch.arange(args.batch, device="cuda") * length // 8
+    real = None if args.batch == 1 else torch.arange(length, device="cuda") >= pads[:, None]
+    padding: dict[str, Tensor] = {} if real is None else {"key_mask": real, "start": pads.int()}
 
-        full = torch.zeros(args.batch, args.kv_heads, dtype=torch.int32, device="cuda")
-        check(run(), AttentionCall(query, key, value, full, args.sink, args.local))
-        return run
+    def elastic(sparse: int) -> Callable[[], Tensor]:
+        route = routes(sparse)
+        return lambda: ops.attention(
+            query, key, value, route, sink=args.sink, local=args.local, **padding
+        )[0]
+
+    def made(peer: Any, sparse: int) -> tuple[Callable[[], Tensor], float]:
+        make, run = peer(query, key, value, routes(sparse), args.sink, args.local)
+        mask = make()
+        return lambda: run(mask), timed(make, args.seconds)[0]
+
+    # name, streaming kv heads, what to time, and the time of what is made before.
+    runs: list[tuple[str, int, Callable[[], Tensor], float]] = []
+    for sparse in args.sparse:
+        runs.append(("elastic", sparse, elastic(sparse), 0.0))
+    if real is None:
+        dense = {
+            "sdpa": peers.sdpa(query, key, value),
+            "sdpa-flash": peers.sdpa(query, key, value, SDPBackend.FLASH_ATTENTION),
+            "fa3": peers.fa3(query, key, value),
+        }
+        for name, function in dense.items():
+            if name in args.peers and function is not None:
+                runs.append((name, 0, function, 0.0))
+        for name, peer in (("flex", peers.flex), ("gather", peers.gather)):
+            # A block mask for every head takes S² / 16,384 entries each, and as long to make.
+            if name in args.peers and length <= args.longest_mask:
+                for sparse in args.sparse:
+                    runs.append((name, sparse, *made(peer, sparse)))
 
     found = []
-    peers = [("sdpa", None), ("sdpa-flash", SDPBackend.FLASH_ATTENTION)]
-    runs = [(name, 0, torch_sdpa(backend)) for name, backend in peers]
-    runs += [("elastic", sparse, elastic(sparse)) for sparse in args.sparse]
-    for name, sparse, run in runs:
-        pairs = full_pairs(length) * (args.kv_heads - sparse)
-        pairs += streaming_pairs(length, args.sink, args.local) * sparse
-        flop = 4 * size * pairs * args.batch * args.heads // args.kv_heads
+    for name, sparse, run, prepared in runs:
+        checked(run, sparse)
+        pairs = full_heads = streamed = 0
+        for pad in pads.tolist():
+            full_heads += full_pairs(length - pad)
+            streamed += streaming_pairs(length - pad, args.sink, args.local)
+        pairs = full_heads * (args.kv_heads - sparse) + streamed * sparse
+        flop = 4 * size * pairs * args.heads // args.kv_heads
         bytes_moved = 2 * size * length * args.batch * 2 * (args.heads + args.kv_heads)
         milliseconds, peak = timed(run, args.seconds)
         row = {
@@ -134,6 +170,7 @@ def measure(
             "kv_heads": args.kv_heads,
             "sparse_kv_heads": sparse,
             "ms": round(milliseconds, 4),
+            "prepare_ms": round(prepared, 4),
             "tflops": round(flop / milliseconds / 1e9, 1),
             "floor_ms": round(max(flop / rate, bytes_moved / bandwidth) * 1e3, 4),
             "peak_bytes": peak,
@@ -141,20 +178,26 @@ def measure(
         found.append(row)
         print(
             f"{name:12} {size:4} {length:7} {sparse:5} of {args.kv_heads} {milliseconds:9.3f} "
-            f"{row['tflops']:8.1f} {row['floor_ms']:8.3f}",
+            f"{row['tflops']:8.1f} {row['floor_ms']:8.3f}"
+            + (f" + {prepared:.1f} ms for the mask" if prepared else ""),
             flush=True,
         )
     return found
 
 
-def check(out: Tensor, call: AttentionCall) -> None:
-    """Compare some rows with the reference in float64; exit where they differ."""
+def check(out: Tensor, call: AttentionCall, real: Tensor | None) -> None:
+    """Compare some rows with the reference in float64; exit where they differ.
+
+    ``real``, bool [B, S], says which tokens are not padding.
+    """
     length = call.query.shape[2]
     for end in (length, length // 2 + 37, TAIL + 5):
         rows = slice(end - TAIL, end)
         part = AttentionCall(
             call.query[:, :, rows], call.key[:, :, :end], call.value[:, :, :end], call.route,
             call.sink, call.local,
+            key_mask=None if real is None else real[:, :end],
+            start=None if real is None else real.to(torch.uint8).argmax(1).int(),
         )  # fmt: skip
         wanted, _ = reference.forward(part, torch.float64)
         error = torch.linalg.norm(out[:, :, rows].double() - wanted) / torch.linalg.norm(wanted)

@@ -1,0 +1,143 @@
+"""Other ways to compute causal attention of mixed full and streaming heads, for comparison.
+
+Each takes query [B, Hq, S, D], key and value [B, Hkv, S, D], and those for mixed heads ``route``
+int32 [B, Hkv] (0 full, 1 streaming), ``sink`` and ``local`` in tokens, and returns what computes
+[B, Hq, S, D]. What has to be made before, a block mask, is a function of its own and timed apart.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+Run = Callable[[], Tensor]
+FA3_MODULES = ("fa3_fwd_interface", "flash_attn_interface")
+"""Import names of FlashAttention-3's forward, by the wheel that holds it."""
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, backend: SDPBackend | None = None) -> Run:
+    """torch SDPA with every head full; ``backend`` None is torch's own choice."""
+
+    def run() -> Tensor:
+        if backend is None:
+            return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    return run
+
+
+def fa3(query: Tensor, key: Tensor, value: Tensor) -> Run | None:
+    """FlashAttention-3 with every head full; None where no wheel of it is installed."""
+    found = [name for name in FA3_MODULES if importlib.util.find_spec(name) is not None]
+    if not found:
+        return None
+    function = importlib.import_module(found[0]).flash_attn_func
+    # Its layout is [B, S, H, D], which is how the benchmark's tensors lie in memory.
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+
+    def run() -> Tensor:
+        out: Any = function(q, k, v, causal=True)
+        out = out[0] if isinstance(out, tuple) else out
+        return out.transpose(1, 2)
+
+    return run
+
+
+def flex(
+    query: Tensor, key: Tensor, value: Tensor, route: Tensor, sink: int, local: int
+) -> tuple[Callable[[], Any], Callable[[Any], Tensor]]:
+    """FlexAttention under a block mask of its own for every head.
+
+    Returns:
+        A function that makes the block mask from the routes, and one that takes the mask and
+        attends. Both are compiled where the inputs are on a GPU.
+    """
+    batch, heads, length, _ = query.shape
+    group = heads // key.shape[1]
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        near = (i - j < local) | (j < sink)
+        return (i >= j) & ((route[b, h // group] == 0) | near)
+
+    def make() -> Any:
+        return create_block_mask(
+            visible, batch, heads, length, length, device=str(query.device), _compile=query.is_cuda
+        )
+
+    attend = _compiled_flex() if query.is_cuda else flex_attention
+
+    def run(mask: Any) -> Tensor:
+        out: Tensor = attend(query, key, value, block_mask=mask, enable_gqa=True)
+        return out
+
+    return make, run
+
+
+@functools.cache
+def _compiled_flex() -> Any:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def gather(
+    query: Tensor, key: Tensor, value: Tensor, route: Tensor, sink: int, local: int
+) -> tuple[Callable[[], Any], Callable[[Any], Tensor]]:
+    """Full heads gathered for SDPA, streaming heads for FlexAttention, results scattered.
+
+    What a serial dispatch costs: which heads are full is read on the host, once, before. All
+    samples must have the same routes.
+
+    Returns:
+        As :func:`flex`; the mask is that of streaming heads, one for all of them.
+    """
+    heads, length = query.shape[1:3]
+    group = heads // key.shape[1]
+    if not bool((route == route[:1]).all()):
+        raise ValueError("gathering heads needs the same routes in every sample")
+    lanes = torch.arange(group, device=query.device)
+    kinds = []
+    for streaming in (False, True):
+        kv = ((route[0] != 0) == streaming).nonzero()[:, 0]
+        kinds.append((kv, (kv[:, None] * group + lanes).flatten()))
+    (full_kv, full_heads), (sparse_kv, sparse_heads) = kinds
+    attend = _compiled_flex() if query.is_cuda else flex_attention
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i >= j) & ((i - j < local) | (j < sink))
+
+    def make() -> Any:
+        if not len(sparse_kv):
+            return None
+        return create_block_mask(
+            visible, None, None, length, length, device=str(query.device), _compile=query.is_cuda
+        )
+
+    def run(mask: Any) -> Tensor:
+        out = torch.empty_like(query)
+        if len(full_kv):
+            out[:, full_heads] = scaled_dot_product_attention(
+                query[:, full_heads],
+                key[:, full_kv],
+                value[:, full_kv],
+                is_causal=True,
+                enable_gqa=True,
+            )
+        if len(sparse_kv):
+            out[:, sparse_heads] = attend(
+                query[:, sparse_heads],
+                key[:, sparse_kv],
+                value[:, sparse_kv],
+                block_mask=mask,
+                enable_gqa=True,
+            )
+        return out
+
+    return make, run
