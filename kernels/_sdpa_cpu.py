@@ -172,7 +172,12 @@ def _flash(
     mask: Tensor | None = None,
 ) -> Piece:
     # This ATen op is what scaled_dot_product_attention runs; it also returns the log-sum-exp. It
-    # wants one head size, and zeros behind the shorter one change nothing.
+    # masks with -inf before it scales, so a scale that is not positive goes into the query.
+    if scale < 0:
+        query, scale = -query, -scale
+    elif scale == 0:
+        query, scale = torch.zeros_like(query), 1.0
+    # It wants one head size, and zeros behind the shorter one change nothing.
     size = value.shape[3]
     if size != query.shape[3]:
         head = max(query.shape[3], size)
