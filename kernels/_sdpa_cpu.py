@@ -26,7 +26,7 @@ def prepare(tensor: Tensor, upcast: bool) -> Tensor:
     """An input as the kernel wants it; ``upcast`` computes half precision in float32."""
     if upcast:
         tensor = tensor.to(compute_dtype(tensor.dtype))
-    # The kernel reads heads as if they were contiguous, whatever their stride says.
+    # Once, rather than in every piece.
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
@@ -182,6 +182,8 @@ def _flash(
     if size != query.shape[3]:
         head = max(query.shape[3], size)
         query, key, value = (F.pad(x, (0, head - x.shape[3])) for x in (query, key, value))
+    # It reads a head as if it were contiguous, whatever the stride says.
+    query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, attn_mask=mask, scale=scale
     )
