@@ -20,6 +20,6 @@ def fuzz(default: int) -> settings:
         derandomize=not EXAMPLES,
         database=None,
         deadline=None,
-        print_blob=True,
+        report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
