@@ -234,6 +234,10 @@ def _same_but_heads(a: Any, b: Any) -> bool:
     return len(x) == len(y) == 4 and all(same(x[i], y[i]) for i in (0, 2, 3))
 
 
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val", node.meta.get("example_value")), torch.Tensor)
+
+
 def same_shape(a: Any, b: Any) -> bool:
     x, y = shape(a), shape(b)
     return len(x) == len(y) and all(same(i, j) for i, j in zip(x, y, strict=True))
@@ -274,7 +278,8 @@ def _causal_mask(
             "its mask is not the plain causal one (a bias such as ALiBi was added, or the model "
             "or the caller built its own)"
         )
-    if any(user.target not in (SITE, *SDPA_TARGETS, *_MASK_VIEWS) for user in source.users):
+    attends = (SITE, *SDPA_TARGETS, *_MASK_VIEWS)
+    if any(u.target not in attends and _is_tensor(u) for u in source.users):
         raise _No("it uses its mask for more than attention")
     return source
 
