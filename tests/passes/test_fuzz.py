@@ -303,3 +303,13 @@ def test_a_skipped_site_without_a_mask_runs_beside_rewritten_ones():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=ATOL)
     for name, value in outputs(copy.deepcopy(mixed), Spec(**fields)).items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("dropout", ["none", "train", "always"])
+@pytest.mark.parametrize("mask", ["given", "causal_flag"])
+def test_every_variant_is_counted(mask, dropout):
+    """Field case B21: a mask, dropout or its absence never makes a site vanish unreported."""
+    report = compare(Spec(mask=mask, dropout=dropout, cached=mask == "given"))
+    assert len(report.sites) == 2
+    status = "skipped" if dropout == "always" else "rewritten"
+    assert {site.status for site in report.sites} == {status}
