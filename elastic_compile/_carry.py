@@ -49,11 +49,12 @@ def _wrap(name: str, pick: Callable[[Tensor, Any], Tensor]) -> None:
 
 
 def _crop(self: Cache, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    before = [layer.get_seq_length() for layer in self.layers]
+    # Other layers (linear attention) have no length.
+    pooled: list[Any] = [x for x in self.layers if getattr(x, POOL[0], None) is not None]
+    before = [layer.get_seq_length() for layer in pooled]
     result = original(self, *args, **kwargs)
-    for layer, length in zip(self.layers, before, strict=False):
-        if getattr(layer, POOL[0], None) is not None:
-            _crop_pool(layer, length, layer.get_seq_length())
+    for layer, length in zip(pooled, before, strict=True):
+        _crop_pool(layer, length, layer.get_seq_length())
     return result
 
 
@@ -62,7 +63,7 @@ def _crop_pool(layer: Any, before: Any, after: Any) -> None:
     if isinstance(before, Tensor) or isinstance(after, Tensor) or after >= before:
         return
     past, state = getattr(layer, POOL_BEFORE, None) or (None, None)
-    if past == after:
+    if state is not None and past == after:
         # Back to where the last call of several tokens began: a document and its next question.
         for name, tensor in zip(POOL, state, strict=True):
             setattr(layer, name, tensor)

@@ -205,13 +205,15 @@ def _unrepeated(node: fx.Node) -> fx.Node | None:
     while step.target in _VIEWS and same_shape(step, step.args[0]):
         step = step.args[0]
     if step.target is torch.ops.aten.repeat_interleave.self_int:
-        repeats = {"dim": None, **dict(zip(("self", "repeats", "dim"), step.args, strict=False))}
+        repeats: dict[str, Any] = {
+            "dim": None,
+            **dict(zip(("self", "repeats", "dim"), step.args, strict=False)),
+        }
         repeats.update(step.kwargs)
         return step.args[0] if repeats["dim"] in (1, -3) else None
     if step.target in _BROADCASTS and len(shape(step.args[0])) == 4:
-        source = step.args[0]
-        one_head = shape(source)[1] == 1
-        return source if one_head and _same_but_heads(source, step) else None
+        one_head = shape(step.args[0])[1] == 1
+        return step.args[0] if one_head and _same_but_heads(step.args[0], step) else None
     while step.target in _VIEWS and len(shape(step.args[0])) != 4:
         step = step.args[0]
         if step.target is torch.ops.aten.expand.default:
