@@ -200,7 +200,7 @@ def _canonical(path: str) -> str:
 
 def _geometry(sites: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [
-        {"site": path, "kv_heads": site.kv_heads, "head_dim": site.head_dim}
+        {"site": path, "kv_heads": site.kv_heads * site.shards, "head_dim": site.head_dim}
         for path, site in sites.items()
     ]
 

@@ -28,6 +28,9 @@ EAGER = "elastic_compile_eager"
 OTHER = "elastic_compile_other"
 NAMES = (SDPA, EAGER, OTHER)
 
+LEFT_ALONE = "elastic_left_alone"
+"""Attribute of a skipped site that builds or drops its mask itself: what it is given is its own."""
+
 
 def implementation_for(original: str | None) -> str:
     """Name that a model loaded with ``original`` is switched to while transformed.
@@ -159,17 +162,7 @@ def exact_interface_attention(
     Returns:
         Output [B, S, Hq, Dv] and, from eager's formula, the weights.
     """
-    causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    lost = attention_mask is None and causal and 1 < query.shape[2] != key.shape[2]
-    if lost or (attention_mask is not None and attention_mask.dim() == 2):
-        # Only a rewritten site can read these: the model around this module is no transformed one.
-        raise ValueError(
-            f"{type(module).__name__} belongs to a model whose configuration names the attention "
-            f"implementation {implementation!r} but which is not transformed (was its "
-            "configuration taken from a transformed model?); call "
-            'model.set_attn_implementation("sdpa"), or elastic_compile.transform after that'
-        )
+    causal = _is_causal(module, kwargs)
     terms = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
     function = None
     if implementation == EAGER or (implementation == OTHER and terms):
@@ -184,10 +177,44 @@ def exact_interface_attention(
     return function(module, query, key, value, attention_mask, **kwargs)
 
 
+def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    causal = kwargs.get("is_causal")
+    return getattr(module, "is_causal", True) if causal is None else causal
+
+
+def registered_attention(
+    implementation: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`exact_interface_attention` under the names that transformed models are switched to.
+
+    Raises:
+        ValueError: The model is not transformed, but its configuration names ``implementation``.
+    """
+    lost = attention_mask is None and 1 < query.shape[2] != key.shape[2]
+    lost = lost and _is_causal(module, kwargs) and not hasattr(module, LEFT_ALONE)
+    if lost or (attention_mask is not None and attention_mask.dim() == 2):
+        # Only a rewritten site can read these: the model around this module is no transformed one.
+        raise ValueError(
+            f"{type(module).__name__} belongs to a model whose configuration names the attention "
+            f"implementation {implementation!r} but which is not transformed (was its "
+            "configuration taken from a transformed model?); call "
+            'model.set_attn_implementation("sdpa"), or elastic_compile.transform after that'
+        )
+    return exact_interface_attention(
+        implementation, module, query, key, value, attention_mask, **kwargs
+    )
+
+
 def register() -> None:
     """Register the implementations with transformers; a second call changes nothing."""
     for name in NAMES:
-        AttentionInterface.register(name, functools.partial(exact_interface_attention, name))
+        AttentionInterface.register(name, functools.partial(registered_attention, name))
         AttentionMaskInterface.register(name, elastic_mask)
 
 

@@ -29,6 +29,9 @@ ROUTE = "elastic_route"
 POOL = ("elastic_pool_sum", "elastic_pool_count", "elastic_pool_tail", "elastic_pool_mask")
 """Attributes of a cache layer that hold the running pool of ``reroute="each_call"``."""
 
+POOL_BEFORE = "elastic_pool_before"
+"""Attribute of a cache layer: (cached tokens, pool) where the last call of several tokens began."""
+
 PADS = "elastic_pads"
 """Attribute of a cache layer: tokens of each sample that are padding, int32 [B]; None: none."""
 WINDOW = "elastic_window"
@@ -155,6 +158,8 @@ def _pooled(
         state = PoolState(*(torch.where(past == 0, empty[i], state[i]) for i in range(len(POOL))))
     elif past == 0:
         state = empty
+    if length > 1 and not isinstance(past, Tensor) and not torch.compiler.is_compiling():
+        setattr(layer, POOL_BEFORE, (past, tuple(state)))
     state = pool_add(state, tap, None, end, key_mask)
     for index, name in enumerate(POOL):
         setattr(layer, name, state[index])

@@ -29,6 +29,7 @@ class ElasticSite(AttentionRouter):
         layer_idx: Layer of the KV cache that the site updates; None without a cache.
         attention_dropout: Probability that the module asks for in train mode.
         interface: Whether the module attends through transformers' ``AttentionInterface``.
+        shards: Processes that share the site's heads (tensor parallelism); each routes its own.
         device: Device of the attention module.
     """
 
@@ -45,10 +46,12 @@ class ElasticSite(AttentionRouter):
         layer_idx: int | None,
         attention_dropout: float,
         interface: bool,
+        shards: int = 1,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(tap_dim, config.hidden_multiplier, device=device, dtype=torch.float32)
         self.kv_heads = kv_heads
+        self.shards = shards
         self.key_dim = head_dim
         self.index = index
         self.layer_idx = layer_idx
@@ -68,6 +71,15 @@ class ElasticSite(AttentionRouter):
         # A buffer, so that forcing routes is data and compiles nothing.
         forced = torch.full((1, kv_heads), ASK_ROUTER, dtype=torch.int32, device=device)
         self.register_buffer("forced", forced, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ElasticSite:
+        """Moving and casting; memory that is new after the meta device must not hold routes."""
+        was_meta = self.forced.is_meta
+        super()._apply(fn, recurse)
+        if was_meta and not self.forced.is_meta:
+            self.forced.fill_(ASK_ROUTER)
+            self.reset_parameters()
+        return self
 
     def extra_repr(self) -> str:
         return (

@@ -349,8 +349,9 @@ class AttentionRouter(nn.Module):
             [B, H, 2] in the router's dtype; class 0 is full, class 1 sparse.
         """
         weight = self.task[0].weight
-        assert isinstance(weight, Tensor)
-        logits: Tensor = self.router(self.task(pooled.to(weight.dtype)))
+        # A quantised linear that took the place of ours hands out its weight by a method.
+        dtype = weight.dtype if isinstance(weight, Tensor) else torch.float32
+        logits: Tensor = self.router(self.task(pooled.to(dtype)))
         return logits
 
     def extra_repr(self) -> str:

@@ -212,7 +212,8 @@ def _in_schema_order(
     call = kind(*args)
     if call.scale_tensor is not None:
         # d(scale * q.k)/d(scale), read off the query's gradient: sum(dq * q) / scale.
-        total = (found["query"].float() * call.query.float()).sum()
+        dtype = compute_dtype(call.query.dtype)
+        total = (found["query"].to(dtype) * call.query.to(dtype)).sum()
         found["scale_tensor"] = (total / call.scale_tensor).to(call.scale_tensor.dtype)
     # The dispatcher drops trailing arguments that equal their defaults, here as well.
     names = [field.name for field in fields(kind)][: len(ctx.needs_input_grad)]

@@ -26,7 +26,7 @@ def prepare(tensor: Tensor, upcast: bool) -> Tensor:
     """An input as the kernel wants it; ``upcast`` computes half precision in float32."""
     if upcast:
         tensor = tensor.to(compute_dtype(tensor.dtype))
-    # The kernel reads heads as if they were contiguous, whatever their stride says.
+    # Once, rather than in every piece.
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
@@ -172,11 +172,18 @@ def _flash(
     mask: Tensor | None = None,
 ) -> Piece:
     # This ATen op is what scaled_dot_product_attention runs; it also returns the log-sum-exp. It
-    # wants one head size, and zeros behind the shorter one change nothing.
+    # masks with -inf before it scales, so a scale that is not positive goes into the query.
+    if scale < 0:
+        query, scale = -query, -scale
+    elif scale == 0:
+        query, scale = torch.zeros_like(query), 1.0
+    # It wants one head size, and zeros behind the shorter one change nothing.
     size = value.shape[3]
     if size != query.shape[3]:
         head = max(query.shape[3], size)
         query, key, value = (F.pad(x, (0, head - x.shape[3])) for x in (query, key, value))
+    # It reads a head as if it were contiguous, whatever the stride says.
+    query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, attn_mask=mask, scale=scale
     )

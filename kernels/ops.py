@@ -60,8 +60,8 @@ def attention(
     one is given. Learned sinks are extra logits in the softmax's denominator, one per query head;
     they have no value. Accumulation is in float32 (float64 for float64 inputs).
 
-    Differentiable in query, key, value, sinks and a tensor scale, through the output and through
-    lse. Double backward is not supported.
+    Differentiable in query, key, value, sinks and a tensor scale that is not zero, through the
+    output and through lse. Double backward is not supported.
 
     Args:
         query: [B, Hq, Sq, D], float32, bfloat16, float16 or float64; any strides (all inputs).

@@ -205,8 +205,11 @@ class _Child:
         device = tensors[0].device
         with mode:
             # An offloaded parameter is on meta until its hook brings it where the input is.
+            # Under tensor parallelism a child's hooks hand it its shard: what it computes is local.
             state = {
-                k: torch.empty(v.shape, dtype=v.dtype, device=device if v.is_meta else v.device)
+                k: torch.empty(
+                    _local_shape(v), dtype=v.dtype, device=device if v.is_meta else v.device
+                )
                 for k, v in self.state.items()
             }
         given, integers = iter(tensors), iter(ints)
@@ -228,6 +231,11 @@ class _Child:
         call.constants = [None if isinstance(x, Tensor) else (x,) for x in out]
         # An op's output may not be its input (nn.Identity, dropout in eval).
         return [x.clone() for x in out if isinstance(x, Tensor)]
+
+
+def _local_shape(tensor: Tensor) -> torch.Size:
+    shard = getattr(tensor, "_local_tensor", None)  # a DTensor's
+    return tensor.shape if shard is None else shard.shape
 
 
 @dataclasses.dataclass

@@ -431,10 +431,19 @@ def _discover_with(model: nn.Module, implementation: str, example_inputs: Any) -
             if not isinstance(x, Tensor):
                 return x
             x = x[:batch]
+            if x.dim() == 4 and x.shape[2] == x.shape[3] == length:
+                return x[:, :, :tokens, :tokens]
             return x[:, :tokens] if x.dim() > 1 and x.shape[1] == length else x
 
         a, k = pytree.tree_map(slice_, (tuple(args), dict(kwargs)))
-        return run(model, implementation, a, k)
+        try:
+            return run(model, implementation, a, k)
+        except Exception as error:
+            raise ValueError(
+                f"{type(model).__name__} does not run on the example inputs cut to {batch} rows "
+                f"and {tokens} tokens ({type(error).__name__}: {error}); every tensor needs the "
+                "batch first and the sequence second (4-D masks: third and fourth)"
+            ) from error
 
     first, plain = cut(BATCH, LENGTH), cut(PLAIN_BATCH, PLAIN_LENGTH)
 

@@ -66,6 +66,7 @@ def install(
                 layer_idx=site.layer_idx,
                 attention_dropout=_training_dropout(site),
                 interface=site.first.attention[0].dialect == "interface",
+                shards=_shards(site.module),
                 device=device_of(site),
             ),
         )
@@ -74,8 +75,8 @@ def install(
         _set_forward(site, SiteForward, site.program, site.layer_idx)
         index += 1
     for site in sites:
-        if not site.rewritten and site.causal:
-            _wrap_exact(site)
+        if not site.rewritten:
+            _keep(site)
     if isinstance(model, PreTrainedModel):
         model.__dict__["save_pretrained"] = SavePretrained(model)
         for c in configs:
@@ -86,6 +87,15 @@ def install(
             decoder = model.get_submodule(path)
             parameters = tuple(inspect.signature(decoder.forward).parameters)
             decoder.register_forward_pre_hook(DecoderHook(parameters), with_kwargs=True)
+
+
+def _shards(module: nn.Module) -> int:
+    """Processes over which the heads of an attention module are spread (tensor parallelism)."""
+    for parameter in module.parameters():
+        placements = getattr(parameter, "placements", ())
+        if any(placement.is_shard() for placement in placements):
+            return int(parameter.device_mesh.size())  # type: ignore[attr-defined]
+    return 1
 
 
 def _own_configs(model: nn.Module, undo: contextlib.ExitStack) -> None:
@@ -117,6 +127,14 @@ def _set_forward(site: Site, kind: Callable[..., Any], *arguments: Any) -> None:
         module.__dict__[slot] = SiteForward(module, program, original, layer_idx)
     else:
         module.__dict__[slot] = kind(module, original, *arguments)
+
+
+def _keep(site: Site) -> None:
+    """Let a skipped site compute what it always did in a model that builds no causal mask."""
+    if site.causal:
+        _wrap_exact(site)
+    else:
+        site.module.__dict__[_masks.LEFT_ALONE] = True
 
 
 def _wrap_exact(site: Site) -> None:
@@ -168,6 +186,7 @@ def remove(model: nn.Module) -> None:
     if isinstance(model.__dict__.get("save_pretrained"), SavePretrained):
         del model.__dict__["save_pretrained"]
     for module in model.modules():
+        module.__dict__.pop(_masks.LEFT_ALONE, None)
         for slot in _SLOTS:
             forward = module.__dict__.get(slot)
             if isinstance(forward, (SiteForward, ExactForward)):
@@ -191,8 +210,7 @@ def skip(site: Site, reason: str) -> None:
     assert isinstance(forward, SiteForward)
     _uninstall(site.module, _slot(site.module), forward)
     site.reason = reason
-    if site.causal:
-        _wrap_exact(site)
+    _keep(site)
 
 
 def _slot(module: nn.Module) -> str:

@@ -116,6 +116,8 @@ def _match(
     update = _update_of(key)
     if update is not _update_of(value):
         raise _No("key and value do not come from the same cache update")
+    if update is None and any(n.target is UPDATE for n in _ancestors(key)):
+        raise _No("it changes the cached keys before attending")
     new_key = update.args[0] if update is not None else key
     assert isinstance(new_key, fx.Node)
     if not same(shape(new_key)[2], shape(query)[2]):
@@ -186,6 +188,8 @@ _VIEWS = {
     torch.ops.aten.contiguous.default,
 }
 
+_BROADCASTS = (torch.ops.aten.expand.default, torch.ops.aten.repeat.default)
+
 
 def _grouped(key: fx.Node, value: fx.Node, query: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Undo ``repeat_kv`` where both operands went through it."""
@@ -196,8 +200,20 @@ def _grouped(key: fx.Node, value: fx.Node, query: fx.Node) -> tuple[fx.Node, fx.
 
 
 def _unrepeated(node: fx.Node) -> fx.Node | None:
-    """[B, Hkv, T, D] behind reshape(expand(x[:, :, None])), heads repeated side by side."""
+    """[B, Hkv, T, D] behind heads repeated: reshape(expand(x[:, :, None])) or one op."""
     step: Any = node
+    while step.target in _VIEWS and same_shape(step, step.args[0]):
+        step = step.args[0]
+    if step.target is torch.ops.aten.repeat_interleave.self_int:
+        repeats: dict[str, Any] = {
+            "dim": None,
+            **dict(zip(("self", "repeats", "dim"), step.args, strict=False)),
+        }
+        repeats.update(step.kwargs)
+        return step.args[0] if repeats["dim"] in (1, -3) else None
+    if step.target in _BROADCASTS and len(shape(step.args[0])) == 4:
+        one_head = shape(step.args[0])[1] == 1
+        return step.args[0] if one_head and _same_but_heads(step.args[0], step) else None
     while step.target in _VIEWS and len(shape(step.args[0])) != 4:
         step = step.args[0]
         if step.target is torch.ops.aten.expand.default:
@@ -215,6 +231,15 @@ def _unrepeated(node: fx.Node) -> fx.Node | None:
     return source
 
 
+def _same_but_heads(a: Any, b: Any) -> bool:
+    x, y = shape(a), shape(b)
+    return len(x) == len(y) == 4 and all(same(x[i], y[i]) for i in (0, 2, 3))
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val", node.meta.get("example_value")), torch.Tensor)
+
+
 def same_shape(a: Any, b: Any) -> bool:
     x, y = shape(a), shape(b)
     return len(x) == len(y) and all(same(i, j) for i, j in zip(x, y, strict=True))
@@ -225,6 +250,9 @@ def _update_of(node: fx.Node) -> fx.Node | None:
     if isinstance(source, fx.Node) and source.target is UPDATE:
         return source
     return None
+
+
+_MASK_VIEWS = (torch.ops.aten.slice.Tensor,)
 
 
 def _causal_mask(
@@ -242,7 +270,7 @@ def _causal_mask(
     if is_causal:
         raise _No("both a mask and is_causal")
     source = mask
-    while source.op == "call_function" and source.target is torch.ops.aten.slice.Tensor:
+    while source.op == "call_function" and source.target in _MASK_VIEWS:
         # Older code cuts the mask to the key length; rows are never cut.
         if source.args[1] not in (-1, 3) and not same_shape(source, source.args[0]):
             break
@@ -252,6 +280,9 @@ def _causal_mask(
             "its mask is not the plain causal one (a bias such as ALiBi was added, or the model "
             "or the caller built its own)"
         )
+    attends = (SITE, *SDPA_TARGETS, *_MASK_VIEWS)
+    if any(u.target not in attends and _is_tensor(u) for u in source.users):
+        raise _No("it uses its mask for more than attention")
     return source
 
 

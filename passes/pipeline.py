@@ -48,6 +48,13 @@ def transform(
             f"(its attention implementation is {loaded!r}); call "
             'model.set_attn_implementation("sdpa") first'
         )
+    if any(getattr(c, "output_attentions", False) for c in discovery.configs_of(model)):
+        raise ValueError(
+            f"the configuration of this {type(model).__name__} asks for attention weights in every "
+            "call (output_attentions=True), which only the original attention code computes. Set "
+            "config.output_attentions = False and pass output_attentions=True to the calls that "
+            "need them: those run exact, with every head full"
+        )
     # Tracing is one at a time in a process. Routers made in inference mode could not be trained.
     with _ONE_AT_A_TIME, torch.inference_mode(False):
         return _transform(model, config, example_inputs, allow_unrewritten, loaded)

@@ -225,6 +225,8 @@ class ElasticAttentionPass(ReversibleTransformation):
 
 _SWEPT = {
     torch.ops.aten.expand.default,
+    torch.ops.aten.repeat.default,
+    torch.ops.aten.repeat_interleave.self_int,
     torch.ops.aten.unsqueeze.default,
     torch.ops.aten.view.default,
     torch.ops.aten.reshape.default,

@@ -307,3 +307,14 @@ def test_dropout_keeps_the_stated_share_and_the_mean():
         assert abs(late.mean() - 1) < 0.01
         assert 0.5 < late.var() / (p / (1 - p) / 192) < 2
         assert torch.corrcoef(late[0, :, :, 0])[0, 1:].abs().max() < 0.5
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("mode", ("full", "streaming"))
+@pytest.mark.parametrize("scale", (-0.5, 0.0))
+def test_a_scale_that_is_not_positive(kernel, mode, scale):
+    # torch's CPU kernel masks with -inf before it scales
+    tensors = inputs(2, 4, 2, 100, 130)
+    options = {"sink": 4, "local": 24, "full_mode": mode, "kernel": kernel}
+    agree(tensors, alternating(2, 2), scale=scale, **options)
+    agree(tensors, alternating(2, 2), scale=torch.tensor(scale), **options)
