@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
-from elastic_compile import _runtime, _state
+from elastic_compile import _dynamo, _graph_routers, _runtime, _state
 from elastic_compile._report import Report
 from elastic_compile._site import ASK_ROUTER, ElasticSite
 from elastic_compile.config import ElasticConfig
 from elastic_compile.kernels import _counters
 
+_dynamo.announce()
 logger = logging.getLogger("elastic_compile")
 
 Routes = str | Tensor | Sequence[Tensor]
@@ -64,7 +65,7 @@ def transform(
         RuntimeError: The transformed model does not compute what the model computed.
         Any error leaves the model as it was.
     """
-    from elastic_compile._checkpoint import load_router, read_router_config
+    from elastic_compile._checkpoint import load_router, read_router_config, require_same_config
     from elastic_compile.passes import frontends, pipeline
 
     if isinstance(model, torch.export.ExportedProgram):
@@ -89,18 +90,8 @@ def transform(
     if router is not None:
         trained = read_router_config(router)
         if config is not None:
-            # The kernel is the machine's choice, not the router's.
+            require_same_config(config, trained, router)
             trained = dataclasses.replace(trained, kernel=config.kernel)
-            differences = config.differences(trained)
-            if differences:
-                pairs = ", ".join(
-                    f"{name} {ours!r} (the router: {theirs!r})"
-                    for name, (ours, theirs) in differences.items()
-                )
-                raise ValueError(
-                    f"config and the router in {os.fspath(router)!r} disagree: {pairs}; leave "
-                    "config out to use the router's own"
-                )
         config = trained
     if isinstance(model, fx.GraphModule):
         rewrite, remove, inner = frontends.transform, frontends.restore, model
@@ -172,14 +163,19 @@ def report(model: nn.Module) -> Report:
     """What became of every attention site; prints as a table.
 
     Args:
-        model: A transformed model.
+        model: A transformed model, one that the backend ``"elastic"`` compiled (after its first
+            call), or a :class:`GraphRouters`.
 
     Returns:
-        ``.sites``: one :class:`SiteReport` a site, in module order.
+        ``.sites``: one :class:`SiteReport` a site, in module order; under the backend one for
+        every distinct outcome of a site in the graphs compiled so far.
 
     Raises:
-        ValueError: The model is not transformed.
+        ValueError: The model is neither.
     """
+    if _state.owner(model) is None:
+        with contextlib.suppress(ValueError):
+            return _state.get_state(_graph_routers.graph_routers(model)).report
     return _state.get_state(model).report
 
 

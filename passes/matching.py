@@ -129,6 +129,17 @@ def find(
     return found
 
 
+def geometry(node: fx.Node) -> tuple[int, int]:
+    """(kv heads, head size) of an attention that stays as it is; zeros where unknown."""
+    try:
+        call = _site_arguments(node) if node.target is SITE else _sdpa_arguments(node, dropout=True)
+        key, _ = _grouped(call["key"], call["value"], call["query"])
+        _, heads, _, size = shape(key)
+    except (KeyError, ValueError):
+        return 0, 0
+    return (heads, size) if isinstance(heads, int) and isinstance(size, int) else (0, 0)
+
+
 class _No(Exception):
     """Why a node is not rewritten."""
 
@@ -147,6 +158,8 @@ def _match(
             raise _No("query, key and value are not [batch, heads, length, head size]")
     if node.target is not SITE:
         key, value = _grouped(key, value, query)
+    if place is not None:
+        _refuse_cached(key, query)
     kv_heads, head_dim = shape(key)[1], shape(key)[3]
     heads = shape(query)[1]
     if not all(isinstance(x, int) for x in (heads, kv_heads, head_dim)):
@@ -159,8 +172,6 @@ def _match(
         raise _No("key and value do not come from the same cache update")
     new_key = update.args[0] if update is not None else key
     assert isinstance(new_key, fx.Node)
-    if place is not None:
-        _refuse_cached(new_key, query)
     if not same(shape(new_key)[2], shape(query)[2]):
         raise _No("cross-attention, or keys of another length than the query's")
     region: tuple[fx.Node, ...] = ()
@@ -247,13 +258,13 @@ def _site_arguments(node: fx.Node) -> dict[str, Any]:
     }
 
 
-def _sdpa_arguments(node: fx.Node) -> dict[str, Any]:
+def _sdpa_arguments(node: fx.Node, dropout: bool = False) -> dict[str, Any]:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, node.args, strict=False))
     given.update(node.kwargs)
-    dropout = given.get("dropout_p", 0.0)
-    if dropout != 0.0:
-        raise _No(f"its attention dropout ({dropout}) is part of the traced call")
+    probability = given.get("dropout_p", 0.0)
+    if probability != 0.0 and not dropout:
+        raise _No(f"its attention dropout ({probability}) is part of the traced call")
     return {
         "query": given["query"],
         "key": given["key"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import operator
@@ -325,11 +324,7 @@ _ORPHANS = masks.KNOWN | {"repeat_interleave"}
 def _result(found: Match | Skip) -> SiteResult:
     place = found.place or matching.Place("", "")
     if isinstance(found, Skip):
-        kv_heads = head_dim = 0
-        key = found.node.args[1] if len(found.node.args) > 1 else found.node.kwargs.get("key")
-        if found.place is not None and isinstance(key, fx.Node):
-            with contextlib.suppress(KeyError):
-                _, kv_heads, _, head_dim = matching.shape(key)
+        kv_heads, head_dim = matching.geometry(found.node) if found.place is not None else (0, 0)
         return SiteResult(
             found.node.name, False, found.reason, kv_heads, head_dim, 0, place.path, place.cls
         )
