@@ -123,12 +123,13 @@ class GraphRouters(nn.Module):
             state.report = self._merged()
 
     def _merged(self) -> Report:
-        """All graphs as one report: equal rows once, a graph's other rows with its number."""
-        rows: dict[SiteReport, None] = {}
+        """All graphs as one report: every distinct outcome of a site once, the rewritten first."""
+        rows: dict[tuple[str, str, str], SiteReport] = {}
         for report in self._reports.values():
-            rows |= dict.fromkeys(report.sites)
-        rewritten = [row for row in rows if row.status == REWRITTEN]
-        return Report((*rewritten, *(row for row in rows if row.status != REWRITTEN)))
+            for row in report.sites:
+                rows.setdefault((row.path, row.status, row.reason), row)
+        rewritten = [row for row in rows.values() if row.status == REWRITTEN]
+        return Report((*rewritten, *(row for row in rows.values() if row.status != REWRITTEN)))
 
 
 _OF_PARAMETER = WeakIdKeyDictionary()
