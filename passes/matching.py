@@ -419,9 +419,10 @@ def _inputs(node: fx.Node) -> Iterator[fx.Node]:
         value = source.meta.get("val", source.meta.get("example_value"))
         if isinstance(value, torch.Size):
             continue
-        if source.op in ("call_module", "get_attr") or isinstance(
-            value, (torch.Tensor, tuple, list)
-        ):
+        # Nodes that another pass put in may have no traced value.
+        unknown = "val" not in source.meta and "example_value" not in source.meta
+        modules = source.op in ("call_module", "get_attr")
+        if modules or unknown or isinstance(value, (torch.Tensor, tuple, list)):
             yield source
 
 

@@ -196,6 +196,7 @@ class ElasticAttentionPass(ReversibleTransformation):
         if match.place is None:
             self._sweep(graph)
         else:
+            _any_strides(out)
             self._sweep_orphans(graph, {*computed, *match.region} - dead)
 
     @staticmethod
@@ -292,6 +293,33 @@ class ElasticAttentionPass(ReversibleTransformation):
         ):
             if isinstance(leftover, fx.Node) and not leftover.users:
                 graph.erase_node(leftover)
+
+
+_LAYOUT = frozenset(
+    "transpose permute view reshape getitem slice select unsqueeze squeeze expand movedim swapaxes "
+    "to _to_copy add mul dropout clone alias detach".split()
+)
+
+
+def _any_strides(out: fx.Node) -> None:
+    """Let what reads the routed op's output take any strides.
+
+    Its strides need not be those that torch SDPA had when the graph was traced: export drops a
+    ``contiguous()`` that those did not need, and a view of them need not fit.
+    """
+    seen, stack = {out}, [out]
+    while stack:
+        for user in stack.pop().users:
+            if user in seen or op_name(user) not in _LAYOUT:
+                continue
+            seen.add(user)
+            stack.append(user)
+            if user.target is torch.ops.aten.view.default:
+                user.target = torch.ops.aten.reshape.default
+            elif user.op == "call_method" and user.target == "view":
+                sizes = user.args[1:]
+                if not any(isinstance(size, torch.dtype) for size in sizes):
+                    user.target = "reshape"
 
 
 def _has_submodule(module: fx.GraphModule, name: str) -> bool:

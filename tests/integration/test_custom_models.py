@@ -157,10 +157,6 @@ def test_compiled_in_as_many_graphs_as_untouched(kind):
 
 
 def test_dropout_in_train_mode_is_kept():
-    class Dropped(FusedAttention):
-        def __init__(self):
-            super().__init__(dropout=0.5)
-
     base = build(NanoLike, attention=Dropped)
     model = transformed(NanoLike, attention=Dropped)
     ids = tokens(2, 25)
@@ -232,6 +228,11 @@ class Twice(Bidirectional):
     def attend(self, q, k, v):
         once = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return F.scaled_dot_product_attention(once, k, v, is_causal=True)
+
+
+class Dropped(FusedAttention):
+    def __init__(self):
+        super().__init__(dropout=0.5)
 
 
 class Across(SplitAttention):
