@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
-from elastic_compile import _dynamo, _graph_routers, _runtime, _state
+from elastic_compile import _graph_routers, _runtime, _state
 from elastic_compile._report import Report
 from elastic_compile._site import ASK_ROUTER, ElasticSite
 from elastic_compile.config import ElasticConfig
 from elastic_compile.kernels import _counters
 
-_dynamo.announce()
 logger = logging.getLogger("elastic_compile")
 
 Routes = str | Tensor | Sequence[Tensor]

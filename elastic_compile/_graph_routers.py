@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from elastic_compile import _checkpoint, _state
+from elastic_compile import _checkpoint, _dynamo, _state
 from elastic_compile._report import REWRITTEN, Report, SiteReport
 from elastic_compile._site import ElasticSite
 from elastic_compile.config import ElasticConfig
+
+_dynamo.announce(load=True)
 
 ROUTER = "elastic_router"
 
@@ -55,9 +58,7 @@ class GraphRouters(nn.Module):
             config = config or trained
         self._reports: dict[str, Report] = {}
         self._lock = threading.Lock()
-        self.__dict__[_state.ATTRIBUTE] = _state.ElasticState(
-            config or ElasticConfig(), Report(())
-        )
+        self.__dict__[_state.ATTRIBUTE] = _state.ElasticState(config or ElasticConfig(), Report(()))
 
     @property
     def config(self) -> ElasticConfig:
@@ -136,7 +137,7 @@ _OF_PARAMETER = WeakIdKeyDictionary()
 """Parameter of a model -> {settings: the routers that the backend made for its graphs}."""
 
 
-def routers_of(parameters: list[Tensor], settings: Any, make: Any) -> GraphRouters:
+def routers_of(parameters: Sequence[Tensor], settings: Any, make: Any) -> GraphRouters:
     """The routers of the model that ``parameters`` belong to, made on first sight."""
     for parameter in parameters:
         found = _OF_PARAMETER.get(parameter, {}).get(settings)

@@ -70,12 +70,12 @@ def elastic(
     transformation(module)
     result: PassResult = module.meta.pop("elastic_compile")
     if not result.sites:
-        return inner(graph_module, example_inputs)  # type: ignore[no-any-return]
+        return inner(graph_module, example_inputs)
     report = report_of(result, _device(example_inputs), checked=False)
     routers.add_report(_name(graph_module, result), report)
     logger.info("%s of %s attentions of a graph rewritten", result.rewritten, len(result.sites))
     if not result.rewritten:
-        return inner(graph_module, example_inputs)  # type: ignore[no-any-return]
+        return inner(graph_module, example_inputs)
     live = _lift_routers(module, routers)
     tensors = [read() for read in live]
     mode = detect_fake_mode([n.meta.get("example_value") for n in module.graph.nodes])
@@ -135,7 +135,7 @@ def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:
     graph.output(output).meta.update(end.meta)
     for old, new in mapping.items():
         if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+            new._dynamo_source = old._dynamo_source
     copied = fx.GraphModule(graph_module, graph)
     copied.meta = dict(graph_module.meta)
     for name, value in vars(graph_module).items():
@@ -227,14 +227,14 @@ def _lift_routers(module: fx.GraphModule, routers: GraphRouters) -> list[Callabl
         for name in names:
             with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
                 new = graph.placeholder(f"{node.target}.{name}".replace(".", "_"))
-            new._dynamo_source = ConstantSource(source_name=f"elastic_{new.name}")  # type: ignore[attr-defined]
+            new._dynamo_source = ConstantSource(source_name=f"elastic_{new.name}")
             if "." in name:
                 # A parameter stays where it is: CUDA graphs need not copy it.
                 new.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
             inputs.append(new)
             readers.append(_tensor(site, name))
         for user in list(node.users):
-            user.target = _WithRouter(user.target, site, names)  # type: ignore[arg-type]
+            user.target = _WithRouter(user.target, site, names)
             user.args = (tuple(inputs), *user.args[1:])
         graph.erase_node(node)
         module.delete_submodule(str(node.target))

@@ -1,4 +1,4 @@
-"""Rewriting a whole-model graph that the caller already has, such as an exported program's module."""
+"""Rewriting a whole-model graph that the caller already has (an exported program's module)."""
 
 from __future__ import annotations
 

@@ -45,8 +45,7 @@ KNOWN = frozenset(
     "squeeze repeat expand_as broadcast_to size sym_size any all tensor lift_fresh_copy".split()
 )
 _SHAPE_ONLY = frozenset(
-    ("new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like", "size")
-    + ("sym_size", "expand_as")
+    "new_ones new_zeros new_full ones_like zeros_like full_like size sym_size expand_as".split()
 )
 
 
@@ -238,9 +237,11 @@ def _evaluate(
         if isinstance(value, slice):
             return slice(local(value.start), local(value.stop), local(value.step))
         if isinstance(value, (tuple, list)):
-            return type(value)(local(x) for x in value) if type(value) in (tuple, list) else [
-                local(x) for x in value
-            ]
+            return (
+                type(value)(local(x) for x in value)
+                if type(value) in (tuple, list)
+                else [local(x) for x in value]
+            )
         return value
 
     for node in region:
@@ -284,5 +285,3 @@ def _agrees(got: Tensor, padding: fx.Node | None, values: dict[fx.Node, Any], si
     except RuntimeError:
         return False
     return bool(torch.equal(left, right))
-
-

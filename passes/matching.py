@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from elastic_compile.passes import _markers  # noqa: F401  (registers the marker ops)
-from elastic_compile.passes import masks
+from elastic_compile.passes import (
+    _markers,  # noqa: F401  (registers the marker ops)
+    masks,
+)
 from elastic_compile.passes.masks import op_name
 
 SITE = torch.ops.elastic_compile.attention_site.default
@@ -83,6 +85,13 @@ def shape(node: Any) -> tuple[Any, ...]:
     if not isinstance(value, torch.Tensor):
         raise KeyError(f"node {node} has no traced shape")
     return tuple(value.shape)
+
+
+def device(node: fx.Node) -> torch.device:
+    """Where a node's tensor was traced to be."""
+    value: Any = node.meta.get("val", node.meta.get("example_value"))
+    found: torch.device = value.device
+    return found
 
 
 def same(a: Any, b: Any) -> bool:
@@ -463,9 +472,7 @@ def _holds_features(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 2
 
 
-def _tap(
-    key: fx.Node, hidden: fx.Node, inside: set[fx.Node] | None = None
-) -> tuple[fx.Node, str]:
+def _tap(key: fx.Node, hidden: fx.Node, inside: set[fx.Node] | None = None) -> tuple[fx.Node, str]:
     """The last node that all of ``key`` passes through before a position enters.
 
     Positions are whatever does not come from the hidden states: the rotary table's cos and sin,

@@ -114,7 +114,6 @@ class ElasticAttentionPass(ReversibleTransformation):
             return ROUTER
         name = f"{place.path}.{ROUTER}" if place.path else ROUTER
         if not _has_submodule(module, name):
-            value = match.key.meta.get("val", match.key.meta.get("example_value"))
             router = ElasticSite(
                 self.config,
                 kv_heads=match.kv_heads,
@@ -124,7 +123,7 @@ class ElasticAttentionPass(ReversibleTransformation):
                 layer_idx=None,
                 attention_dropout=0.0,
                 interface=False,
-                device=value.device,
+                device=matching.device(match.key),
             )
             if not module.add_submodule(name, router):
                 raise ValueError(f"the graph holds something else than a module at {name!r}")
@@ -203,8 +202,12 @@ class ElasticAttentionPass(ReversibleTransformation):
     def _sweep_orphans(graph: fx.Graph, computed: set[fx.Node]) -> None:
         """Erase what only the replaced attention used (repeated keys, a dense mask)."""
         for node in reversed(list(graph.nodes)):
-            pure = node in computed and op_name(node) in _ORPHANS
-            if pure and not node.users:
+            if node not in computed or op_name(node) not in _ORPHANS:
+                continue
+            # Export's assertions about a value are no use of it.
+            if all(op_name(user) == "_assert_tensor_metadata" for user in node.users):
+                for user in list(node.users):
+                    graph.erase_node(user)
                 graph.erase_node(node)
 
     @staticmethod

@@ -115,7 +115,11 @@ class SplitAttention(nn.Module):
         q = self.q(x).view(batch, length, HEADS, SIZE)
         k = self.k(y).view(batch, y.shape[1], KV_HEADS, SIZE)
         v = self.v(y).view(batch, y.shape[1], KV_HEADS, SIZE)
-        q, k, v = self.rotation(q).transpose(1, 2), self.rotation(k).transpose(1, 2), v.transpose(1, 2)
+        q, k, v = (
+            self.rotation(q).transpose(1, 2),
+            self.rotation(k).transpose(1, 2),
+            v.transpose(1, 2),
+        )
         if self.cache is not None:
             k, v = self.cache(k, v)
         group = HEADS // KV_HEADS

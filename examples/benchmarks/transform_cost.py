@@ -1,6 +1,6 @@
 """What a transform costs: seconds and memory, on weights that do not exist (the meta device).
 
-    python examples/benchmarks/transform_cost.py --out examples/benchmarks/results/transform_cost.json
+    cd examples/benchmarks && python transform_cost.py --out results/transform_cost.json
 
 The default geometry is Qwen3-8B's: 36 layers, 32 query heads, 8 kv heads of 128. Seconds are wall
 clock and CPU of this process; memory is the growth of its peak resident size over the transform.

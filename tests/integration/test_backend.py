@@ -268,7 +268,9 @@ def test_routers_of_another_model_are_refused():
 
         def forward(self, x):
             q = self.proj(x).view(*x.shape[:2], 2, 16).transpose(1, 2)
-            return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+            return (
+                F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+            )
 
     for block in other.blocks:
         block.attention = Wide()

@@ -1,10 +1,11 @@
-"""Models that are not transformers': anything that calls ``scaled_dot_product_attention`` causally."""
+"""Models that are not transformers', calling ``scaled_dot_product_attention`` causally."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -184,7 +185,9 @@ def test_a_scale_and_shared_keys_and_values_are_kept():
 
         def forward(self, x):
             q, k = (p(x).view(*x.shape[:2], HEADS, SIZE).transpose(1, 2) for p in (self.q, self.k))
-            return F.scaled_dot_product_attention(q, k, k, is_causal=True).transpose(1, 2).flatten(2)
+            return (
+                F.scaled_dot_product_attention(q, k, k, is_causal=True).transpose(1, 2).flatten(2)
+            )
 
     for attention in (Scaled, Shared):
         base = build(NanoLike, attention=attention)
@@ -349,7 +352,7 @@ def test_the_example_runs():
     done = subprocess.run(
         [sys.executable, "examples/custom_model.py", "--backend", "eager"],
         cwd=ROOT,
-        env={**__import__("os").environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=300,
