@@ -450,8 +450,8 @@ def _discover_with(model: nn.Module, implementation: str, example_inputs: Any) -
             raise ValueError(
                 f"{type(model).__name__} does not run on example_inputs cut to {batch} rows and "
                 f"{tokens} tokens ({type(error).__name__}: {error}). They are a dict of keyword "
-                "arguments or a tuple of positional ones; every tensor has the batch first, then the "
-                "tokens, and a module that keeps keys from call to call must be empty and off"
+                "arguments or a tuple of positional ones; every tensor has the batch first, then "
+                "the tokens, and a module that keeps keys from call to call must be empty and off"
             ) from error
 
     first, plain = cut(BATCH, LENGTH), cut(PLAIN_BATCH, PLAIN_LENGTH)
