@@ -217,10 +217,10 @@ def _lift_routers(module: fx.GraphModule, routers: GraphRouters) -> list[Callabl
     """Turn the graph's router modules into inputs. Returns what reads them at each call."""
     graph = module.graph
     readers: list[Callable[[], Tensor]] = []
-    for node in graph.find_nodes(op="get_attr"):
-        made = _submodule(module, str(node.target))
-        if not isinstance(made, ElasticSite):
-            continue
+    found = [(_submodule(module, str(n.target)), n) for n in graph.find_nodes(op="get_attr")]
+    sites = [(made, node) for made, node in found if isinstance(made, ElasticSite)]
+    # In the order of the layers, which is that of a transformed model's routers.
+    for made, node in sorted(sites, key=lambda pair: pair[0].index):
         site = routers.site(made, str(node.target).rpartition(".")[0])
         names = (*(name for name, _ in made.named_parameters()), "forced", "route_bias")
         inputs = []
