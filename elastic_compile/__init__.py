@@ -34,12 +34,15 @@ if TYPE_CHECKING:
         transform,
     )
     from elastic_compile._checkpoint import load_router, router_parameters, save_router
+    from elastic_compile._graph_routers import GraphRouters, graph_routers
     from elastic_compile.config import ElasticConfig
 
 _EXPORTS = {
     "ElasticConfig": "elastic_compile.config",
+    "GraphRouters": "elastic_compile._graph_routers",
     "counters": "elastic_compile._api",
     "force_routes": "elastic_compile._api",
+    "graph_routers": "elastic_compile._graph_routers",
     "is_transformed": "elastic_compile._api",
     "last_routes": "elastic_compile._api",
     "load_router": "elastic_compile._checkpoint",
@@ -54,9 +57,11 @@ _EXPORTS = {
 
 __all__ = [
     "ElasticConfig",
+    "GraphRouters",
     "__version__",
     "counters",
     "force_routes",
+    "graph_routers",
     "is_transformed",
     "last_routes",
     "load_router",
@@ -86,3 +91,5 @@ def __dir__() -> list[str]:
 
 # Registers the operators: a loaded AOTInductor package or exported program calls them by name.
 importlib.import_module("elastic_compile.kernels.ops")
+# In an installed package an entry point does this.
+importlib.import_module("elastic_compile._dynamo").announce()

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
-from elastic_compile import _runtime, _state
+from elastic_compile import _graph_routers, _runtime, _state
 from elastic_compile._report import Report
 from elastic_compile._site import ASK_ROUTER, ElasticSite
 from elastic_compile.config import ElasticConfig
@@ -46,7 +46,9 @@ def transform(
     Args:
         model: A Hugging Face decoder, or any module that calls ``scaled_dot_product_attention``
             causally (then with ``example_inputs``). On the meta device sites are found and
-            rewritten but cannot be checked.
+            rewritten but cannot be checked. Or a whole-model graph, such as
+            ``torch.export.export(…).module()``: it is compared with the untouched graph where
+            ``example_inputs`` are given, and can be exported again.
         config: Sink, window and router settings; None: the defaults, or the router's own.
         router: Folder of a trained router (``save_router``), loaded after the rewrite.
         example_inputs: Inputs of one forward call, a dict of keyword arguments or a tuple of
@@ -62,9 +64,14 @@ def transform(
         RuntimeError: The transformed model does not compute what the model computed.
         Any error leaves the model as it was.
     """
-    from elastic_compile._checkpoint import load_router, read_router_config
-    from elastic_compile.passes import pipeline
+    from elastic_compile._checkpoint import load_router, read_router_config, require_same_config
+    from elastic_compile.passes import frontends, pipeline
 
+    if isinstance(model, torch.export.ExportedProgram):
+        raise TypeError(
+            "an ExportedProgram is never changed in place: transform program.module(), then export "
+            "the result again"
+        )
     if not isinstance(model, nn.Module):
         raise TypeError(f"transform takes a model (an nn.Module), not {type(model).__name__}")
     compiled = isinstance(model, torch._dynamo.eval_frame.OptimizedModule)
@@ -82,28 +89,20 @@ def transform(
     if router is not None:
         trained = read_router_config(router)
         if config is not None:
-            # The kernel is the machine's choice, not the router's.
+            require_same_config(config, trained, router)
             trained = dataclasses.replace(trained, kernel=config.kernel)
-            differences = config.differences(trained)
-            if differences:
-                pairs = ", ".join(
-                    f"{name} {ours!r} (the router: {theirs!r})"
-                    for name, (ours, theirs) in differences.items()
-                )
-                raise ValueError(
-                    f"config and the router in {os.fspath(router)!r} disagree: {pairs}; leave "
-                    "config out to use the router's own"
-                )
         config = trained
-    inner = _hugging_face_model(model) if example_inputs is None else model
-    report_ = pipeline.transform(
-        inner, config or ElasticConfig(), example_inputs, allow_unrewritten
-    )
+    if isinstance(model, fx.GraphModule):
+        rewrite, remove, inner = frontends.transform, frontends.restore, model
+    else:
+        rewrite, remove = pipeline.transform, pipeline.remove  # type: ignore[assignment]
+        inner = _hugging_face_model(model) if example_inputs is None else model  # type: ignore[assignment]
+    report_ = rewrite(inner, config or ElasticConfig(), example_inputs, allow_unrewritten)
     if router is not None:
         try:
             load_router(model, router)
         except BaseException:
-            pipeline.remove(inner)
+            remove(inner)
             raise
     logger.info("%s", report_.summary())
     return model
@@ -136,11 +135,14 @@ def restore(model: nn.Module) -> nn.Module:
         ValueError: The model is not transformed, or somebody replaced an attention module's
             forward since.
     """
-    from elastic_compile.passes import pipeline
+    from elastic_compile.passes import frontends, pipeline
 
     _state.get_state(model)
     base = _state.owner(model)
     assert base is not None
+    if isinstance(base, fx.GraphModule):
+        frontends.restore(base)
+        return model
     wrapped = pipeline.wrapped_forwards(base)
     if wrapped:
         raise ValueError(
@@ -160,14 +162,19 @@ def report(model: nn.Module) -> Report:
     """What became of every attention site; prints as a table.
 
     Args:
-        model: A transformed model.
+        model: A transformed model, one that the backend ``"elastic"`` compiled (after its first
+            call), or a :class:`GraphRouters`.
 
     Returns:
-        ``.sites``: one :class:`SiteReport` a site, in module order.
+        ``.sites``: one :class:`SiteReport` a site, in module order; under the backend one for
+        every distinct outcome of a site in the graphs compiled so far.
 
     Raises:
-        ValueError: The model is not transformed.
+        ValueError: The model is neither.
     """
+    if _state.owner(model) is None:
+        with contextlib.suppress(ValueError):
+            return _state.get_state(_graph_routers.graph_routers(model)).report
     return _state.get_state(model).report
 
 

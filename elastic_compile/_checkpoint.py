@@ -161,6 +161,48 @@ def read_router_config(folder: str | os.PathLike[str]) -> ElasticConfig:
     return _read_document(Path(folder))[1]
 
 
+def read_router(
+    folder: str | os.PathLike[str],
+) -> tuple[ElasticConfig, dict[str, tuple[int, int]], dict[str, Tensor]]:
+    """All of a router folder, checked.
+
+    Args:
+        folder: A router folder.
+
+    Returns:
+        Its configuration; (kv heads, head size) of every site; the tensors by name.
+
+    Raises:
+        FileNotFoundError: The folder or one of its files is absent.
+        ValueError: The folder is damaged, incomplete or written by a newer version.
+    """
+    folder = Path(folder)
+    document, config = _read_document(folder)
+    geometry = {s["site"]: (s["kv_heads"], s["head_dim"]) for s in document["geometry"]}
+    return config, geometry, _read_weights(folder, document)
+
+
+def require_same_config(
+    config: ElasticConfig, trained: ElasticConfig, folder: str | os.PathLike[str]
+) -> None:
+    """Refuse a configuration that the router in ``folder`` was not trained for.
+
+    Raises:
+        ValueError: They differ in more than ``kernel``, which is the machine's choice.
+    """
+    trained = dataclasses.replace(trained, kernel=config.kernel)
+    differences = config.differences(trained)
+    if differences:
+        pairs = ", ".join(
+            f"{name} {ours!r} (the router: {theirs!r})"
+            for name, (ours, theirs) in differences.items()
+        )
+        raise ValueError(
+            f"config and the router in {os.fspath(folder)!r} disagree: {pairs}; leave config out "
+            "to use the router's own"
+        )
+
+
 def _named_parameters(site: AttentionRouter) -> list[tuple[str, nn.Parameter]]:
     """What belongs to the router itself, not to what training hangs onto a site."""
     return [

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from elastic_compile import _relaxed, _state
-from elastic_compile._masks import fit_mask, unpadded_marker
+from elastic_compile._masks import causal_mask_4d, fit_mask, unpadded_marker
 from elastic_compile._site import ElasticSite
 from elastic_compile.kernels import ops
 from elastic_compile.router import PoolState, boundary_pool, decide, pool_read, pool_start
@@ -61,6 +61,12 @@ def _layer(site: ElasticSite, cache: Any) -> Any:
 def unpadded(inputs: Tensor) -> Tensor:
     """The mask that says of ``inputs`` [B, S, …] that nothing is padded, bool [B, S]."""
     return unpadded_marker(inputs.shape[0], inputs.shape[1], inputs.device)
+
+
+def dense_mask(query: Tensor, mask: Tensor) -> Tensor:
+    """Causal and padding as a dense bool mask [B, 1, S, S], for a query [B, Hq, S, D]."""
+    length = query.shape[2]
+    return causal_mask_4d(mask, 0, length, length, query.device)
 
 
 def past_length(site: ElasticSite, cache: Any) -> Length:

@@ -116,6 +116,9 @@ _COMPILED = _Compiled()
 
 def remember(site: ElasticSite, route: Tensor, kv_length: Any, real: Tensor | None) -> None:
     """Keep a site's routes for ``last_routes`` (eager calls only)."""
+    if type(route) is not Tensor:
+        return  # a tracer's: no call of the user's, and not to be kept beyond its trace
+    site = getattr(site, "routed_for", site)
     _THREADS.last[site] = LastCall(route.detach(), kv_length, real)
 
 

@@ -288,6 +288,9 @@ def probing(model: nn.Module, attention: Callable, mask: Callable) -> Iterator[N
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode, no gradients, and the random state and modes as they were afterwards."""
     modes = [(module, module.training) for module in model.modules()]
+    # Modules of users' own may write to buffers (caches); those of transformers do not.
+    buffers = [] if isinstance(model, PreTrainedModel) else list(model.buffers())
+    saved = [(buffer, buffer.clone()) for buffer in buffers]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     try:
         model.eval()
@@ -296,6 +299,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+        with torch.no_grad():
+            for buffer, value in saved:
+                buffer.copy_(value)
 
 
 def run(
@@ -431,8 +437,10 @@ def _discover_with(model: nn.Module, implementation: str, example_inputs: Any) -
             if not isinstance(x, Tensor):
                 return x
             x = x[:batch]
-            if x.dim() == 4 and x.shape[2] == x.shape[3] == length:
-                return x[:, :, :tokens, :tokens]
+            # A mask [B, S, S] or [B, 1, S, S] counts tokens in its last two dimensions.
+            square = x.dim() > 2 and x.shape[-2:] == (length, length)
+            if square and (x.dim() > 3 or x.dtype == torch.bool):
+                return x[..., :tokens, :tokens]
             return x[:, :tokens] if x.dim() > 1 and x.shape[1] == length else x
 
         a, k = pytree.tree_map(slice_, (tuple(args), dict(kwargs)))
@@ -440,9 +448,10 @@ def _discover_with(model: nn.Module, implementation: str, example_inputs: Any) -
             return run(model, implementation, a, k)
         except Exception as error:
             raise ValueError(
-                f"{type(model).__name__} does not run on the example inputs cut to {batch} rows "
-                f"and {tokens} tokens ({type(error).__name__}: {error}); every tensor needs the "
-                "batch first and the sequence second (4-D masks: third and fourth)"
+                f"{type(model).__name__} does not run on example_inputs cut to {batch} rows and "
+                f"{tokens} tokens ({type(error).__name__}: {error}). They are a dict of keyword "
+                "arguments or a tuple of positional ones; every tensor has the batch first, then "
+                "the tokens, and a module that keeps keys from call to call must be empty and off"
             ) from error
 
     first, plain = cut(BATCH, LENGTH), cut(PLAIN_BATCH, PLAIN_LENGTH)

@@ -7,6 +7,7 @@ changes a graph.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,14 +15,28 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from elastic_compile.passes import _markers  # noqa: F401  (registers the marker ops)
+from elastic_compile.passes import (
+    _markers,  # noqa: F401  (registers the marker ops)
+    masks,
+)
+from elastic_compile.passes.masks import op_name
 
 SITE = torch.ops.elastic_compile.attention_site.default
 UPDATE = torch.ops.elastic_compile.cache_update.default
 SDPA_TARGETS = (
     torch.ops.aten.scaled_dot_product_attention.default,
     F.scaled_dot_product_attention,
+    torch._C._nn.scaled_dot_product_attention,
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The module whose code an attention of a whole-model graph belongs to."""
+
+    path: str
+    """Qualified name, empty for the model itself."""
+    cls: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +45,7 @@ class Skip:
 
     node: fx.Node
     reason: str
+    place: Place | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +73,10 @@ class Match:
     """``"bhsd"`` or ``"bshd"``."""
     kv_heads: int
     head_dim: int
+    place: Place | None = None
+    """In a whole-model graph: where the attention is."""
+    region: tuple[fx.Node, ...] = ()
+    """Nodes that computed a dense mask whose meaning was proven."""
 
 
 def shape(node: Any) -> tuple[Any, ...]:
@@ -67,6 +87,13 @@ def shape(node: Any) -> tuple[Any, ...]:
     return tuple(value.shape)
 
 
+def device(node: fx.Node) -> torch.device:
+    """Where a node's tensor was traced to be."""
+    value: Any = node.meta.get("val", node.meta.get("example_value"))
+    found: torch.device = value.device
+    return found
+
+
 def same(a: Any, b: Any) -> bool:
     """Whether two traced sizes are the same number or the same expression; adds no guard."""
     a = getattr(getattr(a, "node", None), "expr", a)
@@ -74,22 +101,52 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def find(graph: fx.Graph, causal_masks: tuple[str, ...], hidden: str | None) -> list[Match | Skip]:
+def find(
+    graph: fx.Graph,
+    causal_masks: tuple[str, ...],
+    hidden: str | None,
+    whole: bool = False,
+) -> list[Match | Skip]:
     """Every attention of ``graph``, in order.
 
     Args:
         graph: A captured site or another graph with traced shapes.
         causal_masks: Names of placeholders proven to hold causal-and-padding masks.
         hidden: The placeholder of the hidden states; None: the first placeholder.
+        whole: The graph is a whole model's: every attention is looked at within the module that
+            it belongs to, and masks that the graph builds are proven.
     """
     found: list[Match | Skip] = []
-    for node in graph.nodes:
-        if node.op == "call_function" and (node.target is SITE or node.target in SDPA_TARGETS):
-            try:
-                found.append(_match(node, graph, causal_masks, hidden))
-            except _No as no:
-                found.append(Skip(node, str(no)))
+    nodes = [
+        node
+        for node in graph.nodes
+        if node.op == "call_function" and (node.target is SITE or node.target in SDPA_TARGETS)
+    ]
+    places = [_places(node)[0] for node in nodes] if whole else []
+    for index, node in enumerate(nodes):
+        place = places[index] if whole else None
+        try:
+            if whole and places.count(places[index]) > 1:
+                raise _No("it attends more than once in one forward")
+            found.append(_match(node, graph, causal_masks, hidden, place))
+        except _No as no:
+            found.append(Skip(node, str(no), place))
+        except KeyError as error:
+            if not whole:
+                raise
+            found.append(Skip(node, f"its graph is not traced with shapes ({error})", place))
     return found
+
+
+def geometry(node: fx.Node) -> tuple[int, int]:
+    """(kv heads, head size) of an attention that stays as it is; zeros where unknown."""
+    try:
+        call = _site_arguments(node) if node.target is SITE else _sdpa_arguments(node, dropout=True)
+        key, _ = _grouped(call["key"], call["value"], call["query"])
+        _, heads, _, size = shape(key)
+    except (KeyError, ValueError):
+        return 0, 0
+    return (heads, size) if isinstance(heads, int) and isinstance(size, int) else (0, 0)
 
 
 class _No(Exception):
@@ -97,7 +154,11 @@ class _No(Exception):
 
 
 def _match(
-    node: fx.Node, graph: fx.Graph, causal_masks: tuple[str, ...], hidden: str | None
+    node: fx.Node,
+    graph: fx.Graph,
+    causal_masks: tuple[str, ...],
+    hidden: str | None,
+    place: Place | None,
 ) -> Match:
     call = _site_arguments(node) if node.target is SITE else _sdpa_arguments(node)
     query, key, value = call["query"], call["key"], call["value"]
@@ -106,6 +167,8 @@ def _match(
             raise _No("query, key and value are not [batch, heads, length, head size]")
     if node.target is not SITE:
         key, value = _grouped(key, value, query)
+    if place is not None:
+        _refuse_cached(key, query)
     kv_heads, head_dim = shape(key)[1], shape(key)[3]
     heads = shape(query)[1]
     if not all(isinstance(x, int) for x in (heads, kv_heads, head_dim)):
@@ -122,10 +185,20 @@ def _match(
     assert isinstance(new_key, fx.Node)
     if not same(shape(new_key)[2], shape(query)[2]):
         raise _No("cross-attention, or keys of another length than the query's")
-    mask = _causal_mask(call, causal_masks, update)
+    region: tuple[fx.Node, ...] = ()
+    if place is not None and call["mask"] is not None and not call["is_causal"]:
+        try:
+            proof = masks.meaning(call["mask"], query)
+        except masks.Unproven as unproven:
+            raise _No(str(unproven)) from None
+        mask, region = proof.padding, proof.region
+    else:
+        mask = _causal_mask(call, causal_masks, update)
 
-    start = _placeholder(graph, hidden)
-    tap, layout = _tap(new_key, start)
+    if place is not None and hidden is None:
+        tap, layout = _tap_within(_before_empty(new_key), node)
+    else:
+        tap, layout = _tap(new_key, _placeholder(graph, hidden))
     return Match(
         node=node,
         dialect="interface" if node.target is SITE else "sdpa",
@@ -141,7 +214,43 @@ def _match(
         tap_layout=layout,
         kv_heads=kv_heads,
         head_dim=head_dim,
+        place=place,
+        region=region,
     )
+
+
+_ROUTES_ELSEWHERE = (
+    "the routes were decided in the prompt's call, which this graph does not see; it stays full "
+    "attention (elastic_compile.transform(model) keeps routes with the cache)"
+)
+
+
+def _refuse_cached(key: fx.Node, query: fx.Node) -> None:
+    """A bare graph cannot route what continues a cache: earlier pre-rotary keys are gone."""
+    if isinstance(shape(query)[2], int) and shape(query)[2] == 1:
+        raise _No(f"it attends from one token (decode): {_ROUTES_ELSEWHERE}")
+    if same(shape(key)[2], shape(query)[2]):
+        return
+    source: Any = key
+    while op_name(source) in ("slice", "getitem", "to", "_to_copy", "contiguous", "clone"):
+        source = source.args[0]
+    written = any(op_name(user) in _WRITES and user.args[0] is source for user in source.users)
+    if op_name(source) in ("cat", *_WRITES) or written or source.op == "placeholder":
+        raise _No(f"it continues a KV cache: {_ROUTES_ELSEWHERE}")
+
+
+_WRITES = ("index_copy_", "index_copy", "copy_", "index_put_", "index_put", "setitem")
+
+
+def _before_empty(key: fx.Node) -> fx.Node:
+    """The keys of this call behind a concatenation with an empty cache."""
+    while op_name(key) == "cat":
+        parts: Any = key.args[0] if key.args else key.kwargs["tensors"]
+        filled = [part for part in parts if 0 not in shape(part)]
+        if len(filled) != 1 or not same_shape(filled[0], key):
+            break
+        key = filled[0]
+    return key
 
 
 def _site_arguments(node: fx.Node) -> dict[str, Any]:
@@ -160,13 +269,13 @@ def _site_arguments(node: fx.Node) -> dict[str, Any]:
     }
 
 
-def _sdpa_arguments(node: fx.Node) -> dict[str, Any]:
+def _sdpa_arguments(node: fx.Node, dropout: bool = False) -> dict[str, Any]:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, node.args, strict=False))
     given.update(node.kwargs)
-    dropout = given.get("dropout_p", 0.0)
-    if dropout != 0.0:
-        raise _No(f"its attention dropout ({dropout}) is part of the traced call")
+    probability = given.get("dropout_p", 0.0)
+    if probability != 0.0 and not dropout:
+        raise _No(f"its attention dropout ({probability}) is part of the traced call")
     return {
         "query": given["query"],
         "key": given["key"],
@@ -180,15 +289,7 @@ def _sdpa_arguments(node: fx.Node) -> dict[str, Any]:
     }
 
 
-_VIEWS = {
-    torch.ops.aten.view.default,
-    torch.ops.aten.reshape.default,
-    torch.ops.aten._unsafe_view.default,
-    torch.ops.aten.clone.default,
-    torch.ops.aten.contiguous.default,
-}
-
-_BROADCASTS = (torch.ops.aten.expand.default, torch.ops.aten.repeat.default)
+_VIEWS = {"view", "reshape", "_unsafe_view", "clone", "contiguous", "flatten"}
 
 
 def _grouped(key: fx.Node, value: fx.Node, query: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -200,35 +301,45 @@ def _grouped(key: fx.Node, value: fx.Node, query: fx.Node) -> tuple[fx.Node, fx.
 
 
 def _unrepeated(node: fx.Node) -> fx.Node | None:
-    """[B, Hkv, T, D] behind heads repeated: reshape(expand(x[:, :, None])) or one op."""
+    """[B, Hkv, T, D] behind heads repeated side by side: by views and an expand, or by one op."""
     step: Any = node
-    while step.target in _VIEWS and same_shape(step, step.args[0]):
+    while op_name(step) in _VIEWS and same_shape(step, step.args[0]):
         step = step.args[0]
-    if step.target is torch.ops.aten.repeat_interleave.self_int:
-        repeats: dict[str, Any] = {
-            "dim": None,
-            **dict(zip(("self", "repeats", "dim"), step.args, strict=False)),
-        }
-        repeats.update(step.kwargs)
-        return step.args[0] if repeats["dim"] in (1, -3) else None
-    if step.target in _BROADCASTS and len(shape(step.args[0])) == 4:
+    if op_name(step) == "repeat_interleave":
+        given = dict(zip(("self", "repeats", "dim"), step.args, strict=False)) | step.kwargs
+        source = given.get("self", given.get("input"))
+        fits = isinstance(given.get("repeats"), int) and given.get("dim") in (1, -3)
+        return source if fits and isinstance(source, fx.Node) else None
+    if op_name(step) in ("expand", "repeat") and len(shape(step.args[0])) == 4:
         one_head = shape(step.args[0])[1] == 1
         return step.args[0] if one_head and _same_but_heads(step.args[0], step) else None
-    while step.target in _VIEWS and len(shape(step.args[0])) != 4:
+    while op_name(step) in _VIEWS and len(shape(step.args[0])) != 4:
         step = step.args[0]
-        if step.target is torch.ops.aten.expand.default:
+        if op_name(step) == "expand":
             break
-    if step.target is not torch.ops.aten.expand.default or len(shape(step)) != 5:
+    if op_name(step) != "expand" or len(shape(step)) != 5:
         return None
-    step = step.args[0]
-    while step.target is torch.ops.aten.slice.Tensor and same_shape(step, step.args[0]):
-        step = step.args[0]
-    if step.target is not torch.ops.aten.unsqueeze.default or step.args[1] != 2:
+    step = _before_whole_slices(step.args[0])
+    if op_name(step) == "unsqueeze":
+        if step.args[1] != 2:
+            return None
+    elif not _indexes_new_axis(step):
         return None
-    source: Any = step.args[0]
-    while source.target is torch.ops.aten.slice.Tensor and same_shape(source, source.args[0]):
-        source = source.args[0]
-    return source
+    return _before_whole_slices(step.args[0])
+
+
+def _before_whole_slices(node: Any) -> Any:
+    while op_name(node) in ("slice", "getitem") and same_shape(node, node.args[0]):
+        node = node.args[0]
+    return node
+
+
+def _indexes_new_axis(node: fx.Node) -> bool:
+    """``x[:, :, None]``, and no more, as Dynamo leaves it."""
+    index: Any = node.args[1] if op_name(node) == "getitem" else None
+    if not isinstance(index, tuple) or len(index) < 3 or index[2] is not None:
+        return False
+    return all(item == slice(None) for place, item in enumerate(index) if place != 2)
 
 
 def _same_but_heads(a: Any, b: Any) -> bool:
@@ -241,6 +352,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def same_shape(a: Any, b: Any) -> bool:
+    """Whether two nodes were traced with the same shape."""
     x, y = shape(a), shape(b)
     return len(x) == len(y) and all(same(i, j) for i, j in zip(x, y, strict=True))
 
@@ -293,14 +405,42 @@ def _placeholder(graph: fx.Graph, name: str | None) -> fx.Node:
     raise KeyError(f"no placeholder {name!r}")
 
 
-def _ancestors(node: fx.Node) -> dict[fx.Node, None]:
+def _places(node: fx.Node) -> list[Place]:
+    """The modules that were running at a node, innermost first; the model itself comes last."""
+    found = []
+    for path, cls in (node.meta.get("nn_module_stack") or {}).values():
+        # Dynamo writes "L['self'].model.layers.0", export "model.layers.0".
+        path = re.sub(r"^[LG](\[[^\]]*\])+\.?", "", str(path))
+        name = cls.__name__ if isinstance(cls, type) else str(cls).rpartition(".")[2]
+        found.append(Place(path, name))
+    if not found or found[0].path:
+        found.insert(0, Place("", "GraphModule"))
+    return found[::-1]
+
+
+def _is_weight(node: fx.Node) -> bool:
+    """A parameter, a buffer or a number of the model: the same at every position."""
+    if node.op == "get_attr":
+        return True
+    value = node.meta.get("val", node.meta.get("example_value"))
+    if node.op != "placeholder" or not isinstance(value, torch.Tensor):
+        return False
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", "")
+    name = str(name() if callable(name) else name)
+    return value.dim() == 0 or bool(re.search(r"\._(parameters|buffers)\[", name))
+
+
+def _ancestors(node: fx.Node, inside: set[fx.Node] | None = None) -> dict[fx.Node, None]:
+    """What ``node`` comes from; nodes outside of ``inside`` are found but not walked past."""
     seen: dict[fx.Node, None] = {}
     stack = [node]
     while stack:
         current = stack.pop()
         if current not in seen:
             seen[current] = None
-            stack.extend(_inputs(current))
+            if inside is None or current in inside:
+                stack.extend(_inputs(current))
     return seen
 
 
@@ -308,28 +448,71 @@ def _inputs(node: fx.Node) -> Iterator[fx.Node]:
     """A node's tensor inputs: sizes do not carry key hidden states."""
     for source in node.all_input_nodes:
         value = source.meta.get("val", source.meta.get("example_value"))
-        if source.op in ("call_module", "get_attr") or isinstance(
-            value, (torch.Tensor, tuple, list)
-        ):
+        if isinstance(value, torch.Size):
+            continue
+        # Nodes that another pass put in may have no traced value.
+        unknown = "val" not in source.meta and "example_value" not in source.meta
+        modules = source.op in ("call_module", "get_attr")
+        if modules or unknown or isinstance(value, (torch.Tensor, tuple, list)):
             yield source
 
 
-def _tap(key: fx.Node, hidden: fx.Node) -> tuple[fx.Node, str]:
+def _tap_within(key: fx.Node, attention: fx.Node) -> tuple[fx.Node, str]:
+    """:func:`_tap` in a whole-model graph, where every later layer depends on positions.
+
+    The hidden states are then what enters the attention's module through the first of its weights
+    that the keys pass: the smallest enclosing module in which there is one such tensor.
+    """
+    nodes = list(attention.graph.nodes)
+    belongs = {node: {place.path for place in _places(node)} for node in nodes}
+    reason = _No("its keys do not come from its hidden states")
+    for place in _places(attention):
+        inside = {
+            n for n in nodes if place.path in belongs[n] and n.op not in ("placeholder", "get_attr")
+        }
+        behind = _ancestors(key, inside)
+        for node in (n for n in nodes if n in inside and n in behind):
+            if not any(_is_weight(source) for source in _inputs(node)):
+                continue
+            entering = [
+                n
+                for n in _ancestors(node, inside)
+                if n not in inside and not _is_weight(n) and _holds_features(n)
+            ]
+            if len(entering) == 1:
+                try:
+                    return _tap(key, entering[0], inside)
+                except _No as no:
+                    reason = no
+            if entering:
+                break
+    raise reason
+
+
+def _holds_features(node: fx.Node) -> bool:
+    value = node.meta.get("val", node.meta.get("example_value"))
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 2
+
+
+def _tap(key: fx.Node, hidden: fx.Node, inside: set[fx.Node] | None = None) -> tuple[fx.Node, str]:
     """The last node that all of ``key`` passes through before a position enters.
 
     Positions are whatever does not come from the hidden states: the rotary table's cos and sin,
     position ids, an arange. The node is a dominator of ``key`` below ``hidden``, so partial,
     interleaved, fused and absent rotary embeddings need no cases of their own.
     """
-    order = [n for n in hidden.graph.nodes if n in _ancestors(key)]
+    ancestors = _ancestors(key, inside)
+    order = [n for n in hidden.graph.nodes if n in ancestors]
     from_hidden: set[fx.Node] = set()
     positional: set[fx.Node] = set()
     for node in order:
         sources = list(_inputs(node))
         if node is hidden:
             from_hidden.add(node)
-        elif node.op == "get_attr":
+        elif node.op == "get_attr" or (inside is not None and _is_weight(node)):
             continue
+        elif inside is not None and node not in inside:
+            positional.add(node)
         elif not sources or node.op == "placeholder" or any(s in positional for s in sources):
             positional.add(node)
             # A rotary child is given a tensor beside the positions only for its dtype: what it

@@ -121,6 +121,29 @@ print(json.dumps({
     assert found["sink"] == 3
 
 
+def test_the_installed_backend_is_found_by_name(installed, tmp_path):
+    """Nothing of ours is imported before: Dynamo finds the entry point."""
+    code = """
+import torch
+from torch import nn
+def attend(q):
+    return nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+    def forward(self, x):
+        return attend(self.proj(x).view(x.shape[0], x.shape[1], 2, 4).transpose(1, 2))
+model, x = Model(), torch.randn(2, 9, 8)
+got = torch.compile(model, backend="elastic", options={"inner": "eager"})(x)
+assert torch.allclose(got, model(x), atol=1e-5)
+import elastic_compile
+print(elastic_compile.report(model).summary())
+"""
+    out = run("-c", code, cwd=tmp_path, python=installed)
+    assert out.strip() == "1 of 1 attention sites rewritten"
+
+
 def test_an_editable_install_finds_every_folder(source, tmp_path):
     # The wheel that `pip install -e` builds and installs.
     code = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
@@ -128,7 +151,10 @@ def test_an_editable_install_finds_every_folder(source, tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     python = environment_with(wheel, tmp_path / "environment")
     code = """
+import importlib.metadata
 import elastic_compile.passes, elastic_compile.training, elastic_compile.kernels.ops
+(entry,) = importlib.metadata.entry_points(group="torch_dynamo_backends", name="elastic")
+assert callable(entry.load())
 print(elastic_compile.kernels.ops.__file__)
 """
     found = Path(run("-c", code, cwd=tmp_path, python=python).strip())

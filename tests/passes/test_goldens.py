@@ -75,9 +75,9 @@ MUTATIONS = (_wrong_scale, _drop_mask, _drop_cache_update)
 def test_a_broken_rewrite_turns_golden_and_self_check_red(monkeypatch, name, mutation):
     original = ElasticAttentionPass._rewrite
 
-    def broken(self, graph, match):
-        original(self, graph, match)
-        mutation(graph)
+    def broken(self, module, match, made):
+        original(self, module, match, made)
+        mutation(module.graph)
 
     monkeypatch.setattr(ElasticAttentionPass, "_rewrite", broken)
     sources = []
