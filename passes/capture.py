@@ -541,6 +541,7 @@ class _Importer:
                 # A view that fits the traced strides need not fit those of the routed op, and
                 # export drops a `contiguous()` that its own strides did not need.
                 node.target = torch.ops.aten.reshape.default
+        _concatenate(self.graph)
         _live_dropout(self.graph)
 
 
@@ -552,6 +553,62 @@ def _skeleton(call: _ChildCall) -> Any:
 def _has_effect(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable
+
+
+def _concatenate(graph: fx.Graph) -> None:
+    """A new tensor that is filled part by part becomes the concatenation of its parts.
+
+    A write through a view is no edge of the graph: what is read from the tensor afterwards would
+    seem not to depend on what was written.
+    """
+    fresh = (torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format)
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in fresh:
+            continue
+        writes = [
+            (view, next(iter(view.users)))
+            for view in node.users
+            if view.target is torch.ops.aten.slice.Tensor and len(view.users) == 1
+        ]
+        writes = [(v, c) for v, c in writes if c.target is torch.ops.aten.copy_.default]
+        writes = [(v, c) for v, c in writes if c.args[0] is v and not c.users]
+        if not _covers(node, writes):
+            continue
+        dim = writes[0][0].args[1]
+        last = max((c for _, c in writes), key=list(graph.nodes).index)
+        with graph.inserting_after(last):
+            whole = graph.call_function(
+                torch.ops.aten.cat.default, ([c.args[1] for _, c in writes], dim)
+            )
+        whole.meta.update(node.meta)
+        for view, copy in writes:
+            graph.erase_node(copy)
+            graph.erase_node(view)
+        node.replace_all_uses_with(whole)
+        graph.erase_node(node)
+
+
+def _covers(node: fx.Node, writes: list[tuple[fx.Node, fx.Node]]) -> bool:
+    """Whether the writes fill the whole tensor along one dimension, each once and in its dtype."""
+    end = 0
+    for view, copy in writes:
+        dim, low, high = view.args[1], view.args[2], view.args[3]
+        part, value = copy.args[1], view.meta["val"]
+        if dim != writes[0][0].args[1] or low != end or len(view.args) > 4:
+            return False
+        if not isinstance(high, int) or not isinstance(part, fx.Node):
+            return False
+        given = part.meta["val"]
+        same = len(given.shape) == len(value.shape) and all(
+            str(a) == str(b) for a, b in zip(given.shape, value.shape, strict=True)
+        )
+        if not same or given.dtype != value.dtype:
+            return False
+        end += value.shape[dim]
+    readers = [user for user in node.users if all(user is not view for view, _ in writes)]
+    order = {n: i for i, n in enumerate(node.graph.nodes)}
+    later = all(order[r] > order[c] for r in readers for _, c in writes)
+    return bool(writes) and later and end == node.meta["val"].shape[writes[0][0].args[1]]
 
 
 def _live_dropout(graph: fx.Graph) -> None:
