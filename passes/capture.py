@@ -306,7 +306,13 @@ def capture(site: nn.Module, first: SiteCall, plain: SiteCall, implementation: s
         CaptureError: With the reason, for the report.
     """
     try:
-        return _capture(site, first, plain, implementation)
+        graph = _capture(site, first, plain, implementation)
+        unread = [
+            n for n in graph.optional if _unread(n, graph, site, first, plain, implementation)
+        ]
+        return dataclasses.replace(
+            graph, optional=tuple(name for name in graph.optional if name not in unread)
+        )
     except CaptureError:
         raise
     except Exception as error:
@@ -314,6 +320,41 @@ def capture(site: nn.Module, first: SiteCall, plain: SiteCall, implementation: s
         raise CaptureError(
             f"its code cannot be traced ({type(error).__name__}: {text[0] if text else ''})"
         ) from error
+
+
+class _Untouchable:
+    """Stands for a given argument: what reads it fails, and a test for None takes its branch."""
+
+    def __bool__(self) -> bool:
+        raise CaptureError("reads an argument that was None")
+
+
+def _unread(
+    name: str,
+    graph: SiteGraph,
+    site: nn.Module,
+    first: SiteCall,
+    plain: SiteCall,
+    implementation: str,
+) -> bool:
+    """Whether the module's code is the same when the argument ``name``, None so far, is given.
+
+    Some modules take positions only to hand them on to Flash attention; generation gives them.
+    """
+    parameter = graph.signature.parameters[name]
+    if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+        return False
+
+    def given(call: SiteCall) -> SiteCall:
+        bound = graph.signature.bind(*call.args, **call.kwargs)
+        bound.arguments[name] = _Untouchable()
+        return dataclasses.replace(call, args=bound.args, kwargs=bound.kwargs)
+
+    try:
+        other = _capture(site, given(first), given(plain), implementation)
+    except Exception:
+        return False
+    return str(other.graph) == str(graph.graph) and other.inputs == graph.inputs
 
 
 def _capture(site: nn.Module, first: SiteCall, plain: SiteCall, implementation: str) -> SiteGraph:
