@@ -396,6 +396,7 @@ def _capture(site: nn.Module, first: SiteCall, plain: SiteCall, implementation: 
         shapes.append({0: Dim.DYNAMIC})
 
     caches: list[_TracingCache] = []
+    given: list[tuple[dict[str, Any], dict[Path, Any]]] = []
 
     def build(tensors: list[Tensor]) -> dict[str, Any]:
         replaced: dict[Path, Any] = dict(zip(paths, tensors, strict=True))
@@ -403,7 +404,9 @@ def _capture(site: nn.Module, first: SiteCall, plain: SiteCall, implementation: 
             caches.append(_TracingCache(replaced.pop(("<past>",))))
             replaced[cache] = caches[-1]
         # The plain call has None where the mask and the cache go.
-        return _rebuild(b, replaced)
+        arguments = _rebuild(b, replaced)
+        given.append((arguments, leaves(arguments)))
+        return arguments
 
     calls: list[_ChildCall] = []
     caller = _Caller(site, build).eval()
@@ -413,6 +416,10 @@ def _capture(site: nn.Module, first: SiteCall, plain: SiteCall, implementation: 
         stack.enter_context(_opaque_children(site, plain.children, calls))
         stack.enter_context(torch.no_grad())
         program = torch.export.export(caller, (values,), dynamic_shapes=[shapes], strict=False)
+    for arguments, before in given:
+        after = leaves(arguments)
+        if after.keys() != before.keys() or any(after[p] is not x for p, x in before.items()):
+            raise CaptureError("stores what it computes in an argument, for other layers to read")
     updates = caches[-1].updates if caches else []
     if len(updates) > 1:
         raise CaptureError("updates the cache more than once")
