@@ -14,7 +14,7 @@ import functools
 import inspect
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -113,14 +113,14 @@ def bind(signature: inspect.Signature, call: SiteCall) -> dict[str, Any]:
 
 
 def leaves(arguments: dict[str, Any]) -> dict[Path, Any]:
-    """Path -> leaf of nested tuples, lists and dicts; anything else is a leaf."""
+    """Path -> leaf of nested tuples, lists and mappings; anything else is a leaf."""
     found: dict[Path, Any] = {}
 
     def visit(path: Path, value: Any) -> None:
         if isinstance(value, (tuple, list)):
             for index, item in enumerate(value):
                 visit((*path, index), item)
-        elif isinstance(value, dict):
+        elif isinstance(value, Mapping):
             for key, item in value.items():
                 visit((*path, key), item)
         else:
@@ -136,7 +136,7 @@ def _rebuild(arguments: dict[str, Any], replaced: dict[Path, Any]) -> dict[str, 
         if isinstance(value, (tuple, list)):
             items = [visit((*path, index), item) for index, item in enumerate(value)]
             return type(value)(items) if type(value) in (tuple, list) else tuple(items)
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             return {key: visit((*path, key), item) for key, item in value.items()}
         return replaced.get(path, value)
 

@@ -118,13 +118,16 @@ def _match(
 
     update, expanded = _update_of(key, value)
     new_key: Any = update.args[0] if update is not None else key
+    start = _placeholder(graph, hidden)
+    if start not in _ancestors(new_key):
+        raise _No(
+            "its keys do not come from its hidden states (cross-attention, or another layer's keys)"
+        )
     if not same(shape(new_key)[2], shape(query)[2]):
         raise _No("cross-attention, or keys of another length than the query's")
     if update is not None and not same(shape(key)[2], cached_length(update)):
         raise _No("its keys are not one for each cached token")
     mask = _causal_mask(call, causal_masks, update)
-
-    start = _placeholder(graph, hidden)
     tap, layout = _tap(key if expanded else new_key, start)
     return Match(
         node=node,

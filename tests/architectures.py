@@ -339,6 +339,10 @@ OVERRIDES: dict[str, tuple[Override, str]] = {
         {"rope_parameters.mrope_section": [1, 1, 2]},
         "the sections are a constant of the code",
     ),
+    "encoder-decoder": (
+        {"decoder.is_decoder": True, "decoder.add_cross_attention": True},
+        "a decoder only where its configuration says so",
+    ),
     "zaya": ({"num_experts_per_tok": 1}, "it takes one expert a token"),
     "xmod": ({"default_language": "en_XX", "languages": ["en_XX"]}, "it adds weights by language"),
     "blt": (
@@ -666,7 +670,7 @@ class Result:
     kind: str
     cls: str
     verdict: str
-    """"exact", "skipped", "no site", "not built", "not run" or "WRONG"."""
+    """"exact", "skipped", "refused", "no site", "not built", "not run" or "WRONG"."""
     rewritten: int = 0
     sites: int = 0
     reasons: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -731,7 +735,11 @@ def _judge(architecture: Architecture, result: Result) -> None:
             result.verdict, result.detail = "WRONG", "a refused transform changed the model"
         return
     except Exception as error:
-        result.verdict, result.detail = "WRONG", f"transform: {_short(error)}"
+        refused = type(error).__name__ == "SelfCheckError"
+        result.verdict = "refused" if refused else "WRONG"
+        result.detail = str(error) if refused else f"transform: {_short(error)}"
+        if refused and not torch.equal(calls.logits(model, None), expected):
+            result.verdict, result.detail = "WRONG", "a refused transform changed the model"
         return
     report = elastic_compile.report(model)
     result.sites, result.rewritten = len(report.sites), len(report.rewritten)
@@ -837,15 +845,14 @@ def _streaming(calls: Calls, base: Any, model: Any, expected: Tensor) -> str:
     from elastic_compile._state import rewritten_sites
 
     sites = rewritten_sites(model)
-    for index, (module, _) in enumerate(sites):
+    for index, (path, _) in enumerate(sites):
         tables = [
             torch.full((router.kv_heads,), int(i == index)) for i, (_, router) in enumerate(sites)
         ]
         with elastic_compile.force_routes(model, tables):
             moved = _error(calls.logits(model, None), expected, None)
         if not moved > MOVED:
-            name = next(n for n, m in model.named_modules() if m is module)
-            return f"WRONG: streaming heads of {name} change nothing ({moved:.1e})"
+            return f"WRONG: streaming heads of {path} change nothing ({moved:.1e})"
     out = []
     for side in (None, "left"):
         try:
@@ -1158,6 +1165,7 @@ def render(data: dict[str, Any]) -> str:
 VERDICTS = {
     "exact": "rewritten, every check passed",
     "skipped": "every site left alone, with the reason",
+    "refused": "the whole model refused by the self-check",
     "no site": "no attention site",
     "not built": "cannot be built small",
     "not run": "the untouched model does not run on token ids alone",

@@ -1,0 +1,157 @@
+"""The sweep over transformers' decoder families: a representative dozen, its table, its judge.
+
+The whole sweep is `python -m tests.architectures`; as tests: `pytest -m grid` on this file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+
+import pytest
+import torch
+import transformers
+from transformers.models.auto import modeling_auto
+
+import elastic_compile
+from tests import architectures
+
+ALL = {a.name: a for a in architectures.derive()}
+
+# Family -> (rewritten sites, sites, reason of the others), from the architectures, not the report.
+DOZEN = {
+    "llama": (2, 2, None),
+    "gpt_bigcode": (2, 2, None),
+    "phi3": (2, 2, None),
+    # Every second layer slides.
+    "gemma2": (1, 2, "sliding window"),
+    "gpt_oss": (1, 2, "sliding window"),
+    # Latent attention: values narrower than keys, latents in the cache.
+    "deepseek_v3": (2, 2, None),
+    # One attention layer beside linear-attention layers.
+    "qwen3_next": (1, 1, None),
+    # Its indexer picks keys with a mask of its own.
+    "deepseek_v32": (0, 2, "mask is not the plain causal one"),
+    # An earlier layer's keys; and the layer that hands its keys on.
+    "gemma3n_text": (1, 6, "sliding window|another layer's keys|for other layers to read"),
+    # A vision tower, and positions of the model's own making.
+    "qwen2_5_vl": (2, 2, None),
+    "bart (encoder-decoder)": (2, 6, "bidirectional|cross-attention"),
+}
+NO_SITE = ("bloom", "mamba")
+
+
+def judged(name: str) -> architectures.Result:
+    return architectures.judge(ALL[name])
+
+
+@pytest.fixture(autouse=True)
+def no_compile(monkeypatch, request):
+    """Compiling is most of the time and has tests of its own; the full sweep does it."""
+    if "grid" not in request.keywords:
+        checks = {k: v for k, v in architectures._CHECKS.items() if k != "compiled"}
+        monkeypatch.setattr(architectures, "_CHECKS", checks)
+
+
+@pytest.mark.parametrize("name", DOZEN)
+def test_family(name):
+    rewritten, sites, reason = DOZEN[name]
+    result = judged(name)
+    assert result.verdict == ("exact" if rewritten else "skipped"), result
+    assert (result.rewritten, result.sites) == (rewritten, sites), result
+    assert sum(result.reasons.values()) == sites - rewritten
+    for given in result.reasons:
+        assert reason is not None and re.search(reason, given), given
+    judged_fully = [v for v in result.checks.values() if not v.startswith("not judged")]
+    assert len(judged_fully) == len(result.checks), result.checks
+
+
+@pytest.mark.parametrize("name", NO_SITE)
+def test_family_without_a_site(name):
+    result = judged(name)
+    assert result.verdict == "no site", result
+    assert "no module called" in result.detail
+
+
+@pytest.mark.parametrize("fault", ["scale", "unrouted", "refused"])
+def test_the_judge_sees_a_wrong_model(fault, monkeypatch):
+    """A wrong scale, routes that change nothing, an error: each is a verdict of its own."""
+    from elastic_compile.kernels import ops
+
+    original = ops.attention
+    if fault == "scale":
+        # Everywhere but in transform's own check, which would refuse the model.
+        def wrong(*args, **kwargs):
+            scale = kwargs["scale"] * (1.0 if args[0].shape[2] < architectures.LENGTH else 1.01)
+            return original(*args, **{**kwargs, "scale": scale})
+
+        monkeypatch.setattr(ops, "attention", wrong)
+    elif fault == "unrouted":
+
+        def wrong(query, key, value, routes, **kwargs):
+            routes = routes if query.shape[2] < architectures.LENGTH else routes * 0
+            return original(query, key, value, routes, **kwargs)
+
+        monkeypatch.setattr(ops, "attention", wrong)
+    else:
+        monkeypatch.setattr(elastic_compile, "transform", lambda *a, **k: 1 / 0)
+    result = judged("llama")
+    assert result.verdict == "WRONG", result
+    said = {"scale": "logits: WRONG: off by", "unrouted": "change nothing", "refused": "ZeroDivis"}
+    assert said[fault] in result.detail
+
+
+def test_the_families_are_those_of_the_mappings():
+    types = {a.model_type for a in ALL.values()}
+    decoders = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert decoders <= types
+    assert len(decoders) >= 60
+    assert set(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) <= types
+    assert set(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES) <= types
+
+
+def test_the_small_configurations_are_small_and_keep_every_kind_of_layer():
+    config = architectures.small_config("gemma3_text")
+    assert set(config.layer_types) == {"sliding_attention", "full_attention"}
+    assert config.hidden_size == architectures.HIDDEN and config.sliding_window == 16
+    config = architectures.small_config("deepseek_v3")
+    assert config.v_head_dim != config.qk_nope_head_dim + config.qk_rope_head_dim
+
+
+def test_the_page_is_what_the_results_say():
+    data = json.loads(architectures.JSON.read_text())
+    assert architectures.TABLE.read_text() == architectures.render(data)
+
+
+def test_the_results_name_every_family_of_the_installed_version():
+    data = json.loads(architectures.JSON.read_text())
+    run = data["runs"].get(transformers.__version__)
+    if run is None:
+        pytest.skip(f"the page has no column for transformers {transformers.__version__}")
+    assert set(run["families"]) == set(ALL)
+
+
+def test_no_result_is_wrong():
+    data = json.loads(architectures.JSON.read_text())
+    wrong = [
+        (version, name, row["detail"])
+        for version, run in data["runs"].items()
+        for name, row in run["families"].items()
+        if row["verdict"] == "WRONG"
+    ]
+    assert not wrong
+    newest = data["runs"][max(data["runs"], key=architectures._version)]["families"]
+    exact = [r for r in newest.values() if r["verdict"] == "exact" and r["kind"] == "decoder"]
+    assert len(exact) >= 60
+
+
+@pytest.mark.grid
+def test_every_family():
+    """The full sweep; a family that the page lists otherwise is reported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        results = list(architectures.isolated(list(ALL.values())))
+    assert len(results) == len(ALL)
+    assert not [(r.name, r.detail) for r in results if r.verdict == "WRONG"]
+    assert torch.get_num_threads() == 1
