@@ -147,16 +147,15 @@ class _Forward:
     def _cached(self, cache: Any, length: int) -> tuple[Any, int]:
         """Tokens cached before this call of ``length`` tokens, and keys that it will see."""
         layers, index = cache.layers, self.layer_idx
-        own = index is None or index >= len(layers) or hasattr(layers[index], "get_seq_length")
-        if own:
+        if index is None or (index < len(layers) and hasattr(layers[index], "get_seq_length")):
             return cache.get_seq_length(index), cache.get_mask_sizes(length, index)[0]
-        # It attends to the keys of an earlier layer, which has cached this call's tokens.
-        source = next(
-            layer
-            for layer in reversed(layers[:index])
-            if getattr(layer, "keys", None) is not None and not getattr(layer, "is_sliding", False)
-        )
-        return source.get_seq_length() - length, source.keys.shape[-2]
+        # It attends to the keys of an earlier layer, which has cached this call's tokens; or its
+        # own layer does not exist yet, and the earlier ones hold nothing but this call's tokens.
+        for layer in reversed(layers[:index]):
+            keys = getattr(layer, "keys", None)
+            if keys is not None and not getattr(layer, "is_sliding", False):
+                return layer.get_seq_length() - length, keys.shape[-2]
+        return 0, length
 
 
 class ExactForward(_Forward):

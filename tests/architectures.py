@@ -596,7 +596,9 @@ class Calls:
                 self.encoder = {name: torch.randint(2, 200, (3, LENGTH), generator=generator)}
             elif name == "input_features":
                 config = model.config
-                bins = getattr(config, "num_mel_bins", None) or config.input_feat_per_channel
+                bins = getattr(config, "num_mel_bins", None)
+                if bins is None:
+                    raise ValueError("the shape of its features is not in its configuration")
                 length = 2 * getattr(config, "max_source_positions", 16)
                 self.encoder = {name: torch.randn(3, bins, length, generator=generator)}
             elif name == "pixel_values":

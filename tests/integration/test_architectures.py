@@ -15,6 +15,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 import elastic_compile
+from elastic_compile.router import boundary_pool
 from tests import architectures
 
 ALL = {a.name: a for a in architectures.derive()}
@@ -65,6 +66,50 @@ def test_family(name):
         assert reason is not None and re.search(reason, given), given
     judged_fully = [v for v in result.checks.values() if not v.startswith("not judged")]
     assert len(judged_fully) == len(result.checks), result.checks
+    assert not [v for v in result.checks.values() if "not routed" in v], result.checks
+
+
+def test_latent_attention_routes_by_the_unrotated_part_of_the_keys():
+    base, model = (architectures.build(ALL["deepseek_v3"]) for _ in range(2))
+    elastic_compile.transform(model, elastic_compile.ElasticConfig(sink=4, local=8, pool_tokens=6))
+    hidden, pooled = [], []
+    attention = base.model.layers[1].self_attn
+    attention.register_forward_pre_hook(
+        lambda module, args, kwargs: hidden.append(kwargs["hidden_states"]), with_kwargs=True
+    )
+    router = model.model.layers[1].self_attn.elastic_router
+    router.register_forward_pre_hook(lambda module, args: pooled.append(args[0]))
+    ids, mask = architectures._prompts("left")
+    with torch.no_grad():
+        base(input_ids=ids, attention_mask=mask)
+        cache = model(input_ids=ids, attention_mask=mask, use_cache=True)
+        config = base.config
+        latent = attention.kv_a_proj_with_mqa(hidden[0])[..., : config.kv_lora_rank]
+        keys = attention.kv_b_proj(attention.kv_a_layernorm(latent))
+        keys = keys.view(3, architectures.LENGTH, config.num_attention_heads, -1).transpose(1, 2)
+        tap = keys[..., : config.qk_nope_head_dim]
+        expected = boundary_pool(tap, None, None, mask.bool(), 6)
+    assert cache is not None
+    torch.testing.assert_close(pooled[0], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif("dory" not in ALL, reason="not in this transformers")
+def test_a_layer_that_runs_several_times_leaves_the_model_as_it_was():
+    result = judged("dory")
+    assert result.verdict == "skipped", result
+    assert any("beside it attends more than once" in reason for reason in result.reasons)
+
+
+def test_a_compiled_call_is_routed_where_an_outer_model_makes_the_positions():
+    base, model = (architectures.build(ALL["fuyu"]) for _ in range(2))
+    elastic_compile.transform(model, elastic_compile.ElasticConfig(sink=4, local=8, pool_tokens=6))
+    calls = architectures.Calls(ALL["fuyu"], base)
+    expected = calls.logits(base, None)
+    elastic_compile.counters(reset=True)
+    compiled = torch.compile(model, backend="eager", dynamic=True, fullgraph=True)
+    assert architectures._error(calls.logits(compiled, None), expected, None) < 1e-5
+    seen = elastic_compile.counters()
+    assert sum(seen["calls"].values()) and not any(seen["fallbacks"].values())
 
 
 @pytest.mark.parametrize("name", NO_SITE)
