@@ -1064,7 +1064,9 @@ def write(path: Path, data: dict[str, Any]) -> None:
     for v, version in enumerate(versions):
         run = data["runs"][version]
         torch_version = json.dumps(run["torch"])
-        lines.append(f'{json.dumps(version)}: {{"torch": {torch_version}, "families": {{')
+        lines.append(f'{json.dumps(version)}: {{"torch": {torch_version},')
+        lines.append(f'"all": {json.dumps(sorted(run["all"]))},')
+        lines.append('"families": {')
         rows = sorted(run["families"].items())
         for index, (name, row) in enumerate(rows):
             comma = "," if index + 1 < len(rows) else ""
@@ -1083,10 +1085,11 @@ def _version(text: str) -> tuple[int, ...]:
 # --- the table ------------------------------------------------------------------------------------
 
 
-def cell(row: dict[str, Any] | None) -> str:
-    """One family on one version, in a few words."""
+def cell(run: dict[str, Any], name: str) -> str:
+    """One family in the run of one version, in a few words."""
+    row = run["families"].get(name)
     if row is None:
-        return "not in this version"
+        return "not judged" if name in run["all"] else "not in this version"
     verdict = row["verdict"]
     if verdict == "exact":
         return f"**{row['rewritten']} of {row['sites']}** rewritten"
@@ -1147,6 +1150,9 @@ def render(data: dict[str, Any]) -> str:
                 for v in versions
             ]
             lines.append("| … compiled too | " + " | ".join(str(x) for x in compiled) + " |")
+    left = [len(set(data["runs"][v]["all"]) - set(data["runs"][v]["families"])) for v in versions]
+    if any(left):
+        lines.append("| not judged on this version | " + " | ".join(map(str, left)) + " |")
     for kind in MAPPINGS:
         names = sorted(
             {
@@ -1166,7 +1172,7 @@ def render(data: dict[str, Any]) -> str:
         for name in names:
             rows = [data["runs"][v]["families"].get(name) for v in versions]
             shown = next(row for row in reversed(rows) if row is not None)
-            cells = " | ".join(cell(row) for row in rows)
+            cells = " | ".join(cell(data["runs"][v], name) for v in versions)
             lines.append(f"| {name} | {cells} | {_note(shown)} |")
     return "\n".join(lines) + "\n"
 
@@ -1226,6 +1232,7 @@ def main(argv: list[str] | None = None) -> int:
             transformers.__version__, {"torch": torch.__version__.split("+")[0], "families": {}}
         )
         known = {a.name for a in derive()}
+        run["all"] = sorted(known)
         for name in list(run["families"]):
             if name not in known:
                 del run["families"][name]
