@@ -139,12 +139,23 @@ class _Forward:
             length, past, total = hidden.shape[1], 0, hidden.shape[1]
             cache = None if self.cache_path is None else self._get(arguments, self.cache_path)
             if cache is not None:
-                cache = getattr(cache, "self_attention_cache", cache)
-                past = cache.get_seq_length(self.layer_idx)
-                total = cache.get_mask_sizes(length, self.layer_idx)[0]
+                past, total = self._cached(getattr(cache, "self_attention_cache", cache), length)
             mask = causal_mask_4d(mask, past, length, total, hidden.device)
             mask = mask.expand(hidden.shape[0], -1, -1, -1)
         return additive(mask, hidden.dtype) if self.additive_mask else mask
+
+    def _cached(self, cache: Any, length: int) -> tuple[Any, int]:
+        """Tokens cached before this call of ``length`` tokens, and keys that it will see."""
+        layers, index = cache.layers, self.layer_idx
+        if index is None or (index < len(layers) and hasattr(layers[index], "get_seq_length")):
+            return cache.get_seq_length(index), cache.get_mask_sizes(length, index)[0]
+        # It attends to the keys of an earlier layer, which has cached this call's tokens; or its
+        # own layer does not exist yet, and the earlier ones hold nothing but this call's tokens.
+        for layer in reversed(layers[:index]):
+            keys = getattr(layer, "keys", None)
+            if keys is not None and not getattr(layer, "is_sliding", False):
+                return layer.get_seq_length() - length, keys.shape[-2]
+        return 0, length
 
 
 class ExactForward(_Forward):

@@ -14,7 +14,7 @@ import functools
 import inspect
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -113,14 +113,14 @@ def bind(signature: inspect.Signature, call: SiteCall) -> dict[str, Any]:
 
 
 def leaves(arguments: dict[str, Any]) -> dict[Path, Any]:
-    """Path -> leaf of nested tuples, lists and dicts; anything else is a leaf."""
+    """Path -> leaf of nested tuples, lists and mappings; anything else is a leaf."""
     found: dict[Path, Any] = {}
 
     def visit(path: Path, value: Any) -> None:
         if isinstance(value, (tuple, list)):
             for index, item in enumerate(value):
                 visit((*path, index), item)
-        elif isinstance(value, dict):
+        elif isinstance(value, Mapping):
             for key, item in value.items():
                 visit((*path, key), item)
         else:
@@ -136,7 +136,7 @@ def _rebuild(arguments: dict[str, Any], replaced: dict[Path, Any]) -> dict[str, 
         if isinstance(value, (tuple, list)):
             items = [visit((*path, index), item) for index, item in enumerate(value)]
             return type(value)(items) if type(value) in (tuple, list) else tuple(items)
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             return {key: visit((*path, key), item) for key, item in value.items()}
         return replaced.get(path, value)
 
@@ -314,7 +314,13 @@ def capture(site: nn.Module, first: SiteCall, plain: SiteCall, implementation: s
         CaptureError: With the reason, for the report.
     """
     try:
-        return _capture(site, first, plain, implementation)
+        graph = _capture(site, first, plain, implementation)
+        unread = [
+            n for n in graph.optional if _unread(n, graph, site, first, plain, implementation)
+        ]
+        return dataclasses.replace(
+            graph, optional=tuple(name for name in graph.optional if name not in unread)
+        )
     except CaptureError:
         raise
     except Exception as error:
@@ -322,6 +328,41 @@ def capture(site: nn.Module, first: SiteCall, plain: SiteCall, implementation: s
         raise CaptureError(
             f"its code cannot be traced ({type(error).__name__}: {text[0] if text else ''})"
         ) from error
+
+
+class _Untouchable:
+    """Stands for a given argument: what reads it fails, and a test for None takes its branch."""
+
+    def __bool__(self) -> bool:
+        raise CaptureError("reads an argument that was None")
+
+
+def _unread(
+    name: str,
+    graph: SiteGraph,
+    site: nn.Module,
+    first: SiteCall,
+    plain: SiteCall,
+    implementation: str,
+) -> bool:
+    """Whether the module's code is the same when the argument ``name``, None so far, is given.
+
+    Some modules take positions only to hand them on to Flash attention; generation gives them.
+    """
+    parameter = graph.signature.parameters[name]
+    if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+        return False
+
+    def given(call: SiteCall) -> SiteCall:
+        bound = graph.signature.bind(*call.args, **call.kwargs)
+        bound.arguments[name] = _Untouchable()
+        return dataclasses.replace(call, args=bound.args, kwargs=bound.kwargs)
+
+    try:
+        other = _capture(site, given(first), given(plain), implementation)
+    except Exception:
+        return False
+    return str(other.graph) == str(graph.graph) and other.inputs == graph.inputs
 
 
 def _capture(site: nn.Module, first: SiteCall, plain: SiteCall, implementation: str) -> SiteGraph:
@@ -363,6 +404,7 @@ def _capture(site: nn.Module, first: SiteCall, plain: SiteCall, implementation: 
         shapes.append({0: Dim.DYNAMIC})
 
     caches: list[_TracingCache] = []
+    given: list[tuple[dict[str, Any], dict[Path, Any]]] = []
 
     def build(tensors: list[Tensor]) -> dict[str, Any]:
         replaced: dict[Path, Any] = dict(zip(paths, tensors, strict=True))
@@ -370,7 +412,9 @@ def _capture(site: nn.Module, first: SiteCall, plain: SiteCall, implementation: 
             caches.append(_TracingCache(replaced.pop(("<past>",))))
             replaced[cache] = caches[-1]
         # The plain call has None where the mask and the cache go.
-        return _rebuild(b, replaced)
+        arguments = _rebuild(b, replaced)
+        given.append((arguments, leaves(arguments)))
+        return arguments
 
     calls: list[_ChildCall] = []
     caller = _Caller(site, build).eval()
@@ -380,6 +424,10 @@ def _capture(site: nn.Module, first: SiteCall, plain: SiteCall, implementation: 
         stack.enter_context(_opaque_children(site, plain.children, calls))
         stack.enter_context(torch.no_grad())
         program = torch.export.export(caller, (values,), dynamic_shapes=[shapes], strict=False)
+    for arguments, before in given:
+        after = leaves(arguments)
+        if after.keys() != before.keys() or any(after[p] is not x for p, x in before.items()):
+            raise CaptureError("stores what it computes in an argument, for other layers to read")
     updates = caches[-1].updates if caches else []
     if len(updates) > 1:
         raise CaptureError("updates the cache more than once")
@@ -549,6 +597,7 @@ class _Importer:
                 # A view that fits the traced strides need not fit those of the routed op, and
                 # export drops a `contiguous()` that its own strides did not need.
                 node.target = torch.ops.aten.reshape.default
+        _concatenate(self.graph)
         _live_dropout(self.graph)
 
 
@@ -560,6 +609,62 @@ def _skeleton(call: _ChildCall) -> Any:
 def _has_effect(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable
+
+
+def _concatenate(graph: fx.Graph) -> None:
+    """A new tensor that is filled part by part becomes the concatenation of its parts.
+
+    A write through a view is no edge of the graph: what is read from the tensor afterwards would
+    seem not to depend on what was written.
+    """
+    fresh = (torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format)
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in fresh:
+            continue
+        writes = [
+            (view, next(iter(view.users)))
+            for view in node.users
+            if view.target is torch.ops.aten.slice.Tensor and len(view.users) == 1
+        ]
+        writes = [(v, c) for v, c in writes if c.target is torch.ops.aten.copy_.default]
+        writes = [(v, c) for v, c in writes if c.args[0] is v and not c.users]
+        if not _covers(node, writes):
+            continue
+        dim = writes[0][0].args[1]
+        last = max((c for _, c in writes), key=list(graph.nodes).index)
+        with graph.inserting_after(last):
+            whole = graph.call_function(
+                torch.ops.aten.cat.default, ([c.args[1] for _, c in writes], dim)
+            )
+        whole.meta.update(node.meta)
+        for view, copy in writes:
+            graph.erase_node(copy)
+            graph.erase_node(view)
+        node.replace_all_uses_with(whole)
+        graph.erase_node(node)
+
+
+def _covers(node: fx.Node, writes: list[tuple[fx.Node, fx.Node]]) -> bool:
+    """Whether the writes fill the whole tensor along one dimension, each once and in its dtype."""
+    end = 0
+    for view, copy in writes:
+        dim, low, high = view.args[1], view.args[2], view.args[3]
+        part, value = copy.args[1], view.meta["val"]
+        if dim != writes[0][0].args[1] or low != end or len(view.args) > 4:
+            return False
+        if not isinstance(high, int) or not isinstance(part, fx.Node):
+            return False
+        given = part.meta["val"]
+        same = len(given.shape) == len(value.shape) and all(
+            str(a) == str(b) for a, b in zip(given.shape, value.shape, strict=True)
+        )
+        if not same or given.dtype != value.dtype:
+            return False
+        end += value.shape[dim]
+    readers = [user for user in node.users if all(user is not view for view, _ in writes)]
+    order = {n: i for i, n in enumerate(node.graph.nodes)}
+    later = all(order[r] > order[c] for r in readers for _, c in writes)
+    return bool(writes) and later and end == node.meta["val"].shape[writes[0][0].args[1]]
 
 
 def _live_dropout(graph: fx.Graph) -> None:

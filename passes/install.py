@@ -38,7 +38,9 @@ def install(
     _carry.install()
     builders = [module for module in found.first.mask_builders if module is not None]
     names = {module: name for name, module in model.named_modules()}
-    decoders = tuple(dict.fromkeys(names[m] for m in builders if m in names))
+    decoders = tuple(
+        dict.fromkeys(p for m in builders if m in names for p in _route(model, names[m]))
+    )
     _own_configs(model, undo)
     configs = discovery.configs_of(model)
     undo.callback(remove, model)
@@ -96,6 +98,17 @@ def _shards(module: nn.Module) -> int:
         if any(placement.is_shard() for placement in placements):
             return int(parameter.device_mesh.size())  # type: ignore[attr-defined]
     return 1
+
+
+def _route(model: nn.Module, path: str) -> list[str]:
+    """The module that builds the masks and the models around it, but the outermost.
+
+    A multimodal model hands its text decoder positions of its own making, which only its caller
+    can tell from packed ones. The outermost model is left alone: a hook there is one more graph.
+    """
+    parts = path.split(".")
+    outer = [".".join(parts[:i]) for i in range(1, len(parts))]
+    return [p for p in outer if isinstance(model.get_submodule(p), PreTrainedModel)] + [path]
 
 
 def _own_configs(model: nn.Module, undo: contextlib.ExitStack) -> None:

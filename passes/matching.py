@@ -7,6 +7,7 @@ changes a graph.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -67,6 +68,8 @@ class Match:
     sinks: fx.Node | None
     update: fx.Node | None
     """The cache update, where there is one."""
+    expanded: bool
+    """Whether key and value are computed from what is cached (multi-head latent attention)."""
     tap: fx.Node
     """The key hidden states before rotary embedding."""
     tap_layout: str
@@ -176,15 +179,18 @@ def _match(
     if kv_heads != shape(value)[1] or heads % kv_heads:
         raise _No(f"{heads} query heads do not divide into {kv_heads} key-value heads")
 
-    update = _update_of(key)
-    if update is not _update_of(value):
-        raise _No("key and value do not come from the same cache update")
-    if update is None and any(n.target is UPDATE for n in _ancestors(key)):
-        raise _No("it changes the cached keys before attending")
-    new_key = update.args[0] if update is not None else key
-    assert isinstance(new_key, fx.Node)
+    update, expanded = _update_of(key, value)
+    new_key: Any = update.args[0] if update is not None else key
+    # A whole graph may have no module's hidden states to start from.
+    start = None if place is not None and hidden is None else _placeholder(graph, hidden)
+    if start is not None and start not in _ancestors(new_key):
+        raise _No(
+            "its keys do not come from its hidden states (cross-attention, or another layer's keys)"
+        )
     if not same(shape(new_key)[2], shape(query)[2]):
         raise _No("cross-attention, or keys of another length than the query's")
+    if update is not None and not same(shape(key)[2], cached_length(update)):
+        raise _No("its keys are not one for each cached token")
     region: tuple[fx.Node, ...] = ()
     if place is not None and call["mask"] is not None and not call["is_causal"]:
         try:
@@ -195,10 +201,10 @@ def _match(
     else:
         mask = _causal_mask(call, causal_masks, update)
 
-    if place is not None and hidden is None:
+    if start is None:
         tap, layout = _tap_within(_before_empty(new_key), node)
     else:
-        tap, layout = _tap(new_key, _placeholder(graph, hidden))
+        tap, layout = _tap(key if expanded else new_key, start)
     return Match(
         node=node,
         dialect="interface" if node.target is SITE else "sdpa",
@@ -210,6 +216,7 @@ def _match(
         softcap=call["softcap"],
         sinks=call["sinks"],
         update=update,
+        expanded=expanded,
         tap=tap,
         tap_layout=layout,
         kv_heads=kv_heads,
@@ -357,11 +364,28 @@ def same_shape(a: Any, b: Any) -> bool:
     return len(x) == len(y) and all(same(i, j) for i, j in zip(x, y, strict=True))
 
 
-def _update_of(node: fx.Node) -> fx.Node | None:
-    source = node.args[0] if node.args else None
-    if isinstance(source, fx.Node) and source.target is UPDATE:
-        return source
-    return None
+def output_of_update(node: fx.Node) -> fx.Node | None:
+    """The cache update that ``node`` is an output of."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return source if isinstance(source, fx.Node) and source.target is UPDATE else None
+
+
+def cached_length(update: fx.Node) -> Any:
+    """The traced number of tokens that a cache update returns."""
+    return update.meta["val"][0].shape[2]
+
+
+def _update_of(key: fx.Node, value: fx.Node) -> tuple[fx.Node | None, bool]:
+    """The cache update behind key and value, and whether they are more than its outputs."""
+    updates = [
+        list(dict.fromkeys(filter(None, map(output_of_update, _ancestors(node)))))
+        for node in (key, value)
+    ]
+    if updates[0] != updates[1] or len(updates[0]) > 1:
+        raise _No("key and value do not come from the same cache update")
+    if not updates[0]:
+        return None, False
+    return updates[0][0], output_of_update(key) is None or output_of_update(value) is None
 
 
 _MASK_VIEWS = (torch.ops.aten.slice.Tensor,)
@@ -446,6 +470,13 @@ def _ancestors(node: fx.Node, inside: set[fx.Node] | None = None) -> dict[fx.Nod
 
 def _inputs(node: fx.Node) -> Iterator[fx.Node]:
     """A node's tensor inputs: sizes do not carry key hidden states."""
+    update = output_of_update(node)
+    if update is not None:
+        # Seen from the call's own tokens, the cache returns what it is given.
+        new = update.args[node.args[1]]  # type: ignore[index]
+        assert isinstance(new, fx.Node)
+        yield new
+        return
     for source in node.all_input_nodes:
         value = source.meta.get("val", source.meta.get("example_value"))
         if isinstance(value, torch.Size):
@@ -536,9 +567,43 @@ def _tap(key: fx.Node, hidden: fx.Node, inside: set[fx.Node] | None = None) -> t
             if layout is not None:
                 return latest, layout
         if latest is hidden:
+            part = _unrotated_part(key, from_hidden - positional)
+            if part is not None:
+                return part
             raise _No("no single [batch, kv heads, length, head size] of keys before positions")
         frontier.remove(latest)
         frontier |= {s for s in _inputs(latest) if s in from_hidden}
+
+
+_SAME_VALUES = {*_VIEWS, "transpose"}
+
+
+def _unrotated_part(key: fx.Node, unrotated: set[fx.Node]) -> tuple[fx.Node, str] | None:
+    """The part of concatenated keys that no position enters (multi-head latent attention).
+
+    Only where the rotated part is shared: then nothing that sets one head apart is left out.
+    """
+    node: Any = key
+    while op_name(node) in _SAME_VALUES and len(shape(node.args[0])) == 4:
+        node = node.args[0]
+    if op_name(node) != "cat":
+        return None
+    parts, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
+    found = [part for part in parts if part in unrotated]
+    if dim not in (-1, 3) or len(found) != 1:
+        return None
+    layout = _layout(found[0], key)
+    if layout is None or not all(_shared(part, layout) for part in parts if part not in found):
+        return None
+    return found[0], layout
+
+
+def _shared(part: Any, layout: str) -> bool:
+    """Whether a part of the keys is one head's, expanded to all."""
+    while op_name(part) in _VIEWS and same_shape(part, part.args[0]):
+        part = part.args[0]
+    expanded = op_name(part) == "expand" and len(shape(part.args[0])) == 4
+    return expanded and same(shape(part.args[0])[layout.index("h")], 1)
 
 
 def _layout(tap: fx.Node, key: fx.Node) -> str | None:

@@ -75,6 +75,7 @@ def _transform(
         found = discovery.discover(model, implementation, example_inputs)
         untouched = selfcheck.outputs(model, found, loaded)
         sites = find(model, found)
+        _refuse_loops(sites)
         _capture_all(sites, implementation)
         _require(model, sites, allow_unrewritten)
         if not any(site.rewritten for site in sites):
@@ -119,6 +120,18 @@ def _why_nothing(model: nn.Module, sites: list[Site]) -> str:
         f"0 of {len(sites)} attention sites of {name} can be rewritten. Nothing was changed; "
         f"allow_unrewritten=True returns the model as it is. Reasons:\n  {listed}"
     )
+
+
+def _refuse_loops(sites: list[Site]) -> None:
+    """Refuse all sites beside one that runs several times in a forward and needs the causal mask.
+
+    In a transformed model a skipped site builds its mask from what its layer has cached, which is
+    not one number where the same module fills several layers.
+    """
+    loop = next((site for site in sites if site.repeated and site.causal), None)
+    for site in sites:
+        if loop is not None and not site.reason:
+            site.reason = f"{loop.path} beside it attends more than once in one forward"
 
 
 def _capture_all(sites: list[Site], implementation: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import operator
 
 import torch
@@ -157,6 +158,8 @@ class ElasticAttentionPass(ReversibleTransformation):
         anchor = match.update if match.update is not None else match.node
         with graph.inserting_before(anchor):
             tap = match.tap
+            if match.expanded:
+                tap = self._of_new_tokens(graph, match)
             if match.tap_layout == "bshd":
                 tap = graph.call_function(torch.ops.aten.transpose.int, (tap, 1, 2))
             route = graph.call_function(
@@ -169,6 +172,8 @@ class ElasticAttentionPass(ReversibleTransformation):
                     (router, cache, key, value, route, match.mask, past, kwargs),
                 )
                 match.update.replace_all_uses_with(updated)
+        if match.expanded:
+            self._read_length(graph, match, updated)
         with graph.inserting_before(match.node):
             # Dropout follows the module's mode, not its router's. A whole graph's has none.
             training: fx.Node | bool = False
@@ -216,6 +221,55 @@ class ElasticAttentionPass(ReversibleTransformation):
             if user.target is torch.ops.aten.sym_size.int:
                 user.replace_all_uses_with(past)
                 graph.erase_node(user)
+
+    @staticmethod
+    def _of_new_tokens(graph: fx.Graph, match: Match) -> fx.Node:
+        """The tap of keys that are computed from what is cached, for the call's own tokens.
+
+        The routes are decided before the cache is written, so the few operations between them
+        run once more, on the tokens that are about to be cached.
+        """
+        update = match.update
+        assert update is not None
+        total = matching.cached_length(update)
+        before = set(itertools.takewhile(lambda node: node is not update, graph.nodes))
+        length = graph.call_function(torch.ops.aten.sym_size.int, (update.args[0], 2))
+        length.meta["val"] = matching.shape(update.args[0])[2]
+        copies: dict[fx.Node, fx.Node] = {}
+
+        def copied(node: fx.Node) -> fx.Node:
+            if node in before:
+                return node
+            if node not in copies:
+                value = node.meta.get("val")
+                if matching.output_of_update(node) is not None:
+                    copies[node] = update.args[node.args[1]]  # type: ignore[index,assignment]
+                elif isinstance(value, torch.SymInt) and matching.same(value, total):
+                    copies[node] = length
+                else:
+                    copies[node] = graph.node_copy(node, copied)
+            return copies[node]
+
+        return copied(match.tap)
+
+    @staticmethod
+    def _read_length(graph: fx.Graph, match: Match, updated: fx.Node) -> None:
+        """Read the number of cached tokens from the cache: a static one returns its buffer."""
+        assert match.update is not None
+        total = matching.cached_length(match.update)
+        with graph.inserting_after(updated):
+            first = graph.call_function(operator.getitem, (updated, 0))
+        with graph.inserting_after(first):
+            length = graph.call_function(torch.ops.aten.sym_size.int, (first, 2))
+        after = set(itertools.dropwhile(lambda node: node is not length, graph.nodes)) - {length}
+        for node in list(graph.nodes):
+            value = node.meta.get("val")
+            if node.op != "call_function" or not isinstance(value, torch.SymInt):
+                continue
+            if node is not length and matching.same(value, total):
+                node.replace_all_uses_with(length, delete_user_cb=lambda user: user in after)
+                if not node.users:
+                    graph.erase_node(node)
 
     def _sweep(self, graph: fx.Graph) -> None:
         # Only what the rewrite orphaned (repeat_kv, mask slices): a general clean-up would
@@ -278,10 +332,13 @@ class ElasticAttentionPass(ReversibleTransformation):
         out.meta.update(node.meta)
         node.replace_all_uses_with(out)
         graph.erase_node(node)
-        tap = route.args[1]
+        orphans = [route.args[1]]
         graph.erase_node(route)
-        if isinstance(tap, fx.Node) and not tap.users:
-            graph.erase_node(tap)
+        while orphans:
+            orphan = orphans.pop()
+            if isinstance(orphan, fx.Node) and not orphan.users and orphan.op != "placeholder":
+                orphans += orphan.all_input_nodes
+                graph.erase_node(orphan)
         if isinstance(past, fx.Node):
             for user in list(past.users):
                 with graph.inserting_before(user):

@@ -30,6 +30,8 @@ class Site:
     reason: str = ""
     causal: bool = False
     """Whether the mask that it receives is the plain causal one."""
+    repeated: bool = False
+    """Whether the module runs more than once in one forward of the model."""
     graph: SiteGraph | None = None
     program: SiteProgram | None = None
     result: SiteResult | None = None
@@ -60,16 +62,21 @@ def find(model: nn.Module, found: Discovery) -> list[Site]:
 
 def _refusal(site: Site, calls: list[SiteCall], found: Discovery) -> str:
     """Why a site is not even captured; empty when it may be."""
-    if len(calls) > 1 or len(calls[0].attention) > 1:
+    given = pytree.tree_leaves((calls[0].args, calls[0].kwargs))
+    first = calls[0].attention[0].mask
+    # Whatever else is the matter with it: it will be handed a 2-D mask in its place.
+    site.causal = (
+        first is not None
+        and found.first.masks.get(id(first)) == PLAIN_CAUSAL
+        and any(x is first for x in given)
+    )
+    site.repeated = len(calls) > 1
+    if site.repeated or len(calls[0].attention) > 1:
         return "it attends more than once in one forward"
     attention = calls[0].attention[0]
     if attention.mask is not None:
         rule = found.first.masks.get(id(attention.mask))
-        given = any(
-            x is attention.mask for x in pytree.tree_leaves((calls[0].args, calls[0].kwargs))
-        )
-        site.causal = rule == PLAIN_CAUSAL and given
-        if rule is None or not given:
+        if rule is None or not any(x is attention.mask for x in given):
             base = attention.mask._base
             if base is not None and found.first.masks.get(id(base)) == PLAIN_CAUSAL:
                 return "it changes its causal mask before attending"
