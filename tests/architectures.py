@@ -1104,7 +1104,7 @@ def _note(row: dict[str, Any]) -> str:
         notes.append(row["detail"])
     notes += [f"{count} left alone: {reason}" for reason, count in sorted(row["reasons"].items())]
     for name, value in row["checks"].items():
-        if value.startswith("not judged") or "not routed" in value:
+        if value.startswith("not judged") or "not routed" in value or "no ref" in value:
             notes.append(f"{name}: {value}")
     text = "; ".join(notes).replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
     return text if len(text) <= 400 else text[:399] + "…"

@@ -55,7 +55,13 @@ def no_compile(monkeypatch, request):
         monkeypatch.setattr(architectures, "_CHECKS", checks)
 
 
-@pytest.mark.parametrize("name", DOZEN)
+# Latent caches and shared keys are what transformers changes between versions.
+_OLDEST = ("deepseek_v3", "gemma3n_text")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.smoke] if n in _OLDEST else []) for n in DOZEN]
+)
 def test_family(name):
     rewritten, sites, reason = DOZEN[name]
     result = judged(name)
