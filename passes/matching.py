@@ -336,7 +336,10 @@ def _unrepeated(node: fx.Node) -> fx.Node | None:
 
 
 def _before_whole_slices(node: Any) -> Any:
-    while op_name(node) in ("slice", "getitem") and same_shape(node, node.args[0]):
+    # Not what a cache update returns: its source is no tensor.
+    while op_name(node) in ("slice", "getitem") and _is_tensor(node.args[0]):
+        if not same_shape(node, node.args[0]):
+            break
         node = node.args[0]
     return node
 
