@@ -118,6 +118,8 @@ class _Forward:
         # Where the caller asks for bidirectional attention, no causal mask was built: None is none.
         if self.mask_path is not None and kwargs.get("is_causal") is not False:
             self._put(arguments, self.mask_path, self._dense_mask(arguments))
+        if self._original is None:  # Dynamo cannot make a bound method
+            return type(self.module).forward(self.module, *bound.args, **bound.kwargs)
         return self.original(*bound.args, **bound.kwargs)
 
     def _get(self, arguments: dict[str, Any], path: Path) -> Any:
