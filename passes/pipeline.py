@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -74,30 +75,38 @@ def _transform(
     with discovery.evaluating(model):
         found = discovery.discover(model, implementation, example_inputs)
         untouched = selfcheck.outputs(model, found, loaded)
-        sites = find(model, found)
-        _refuse_loops(sites)
-        _capture_all(sites, implementation)
-        _require(model, sites, allow_unrewritten)
-        if not any(site.rewritten for site in sites):
-            report = Report(tuple(_site_report(site) for site in sites))
-            model.__dict__[_state.ATTRIBUTE] = ElasticState(config, report)
-            return report
-        with contextlib.ExitStack() as undo:
-            install.install(model, sites, config, found, undo)
-            for site in sites:
-                if site.rewritten:
-                    reason = selfcheck.check_site(site, found)
-                    if reason:
-                        install.skip(site, reason)
+        alone: set[Any] = set()
+        while True:
+            sites = find(model, found)
+            _refuse_loops(sites)
+            _capture_all(sites, implementation, alone)
             _require(model, sites, allow_unrewritten)
-            report = _number(model, sites)
-            state = model.__dict__[_state.ATTRIBUTE]
-            model.__dict__[_state.ATTRIBUTE] = dataclasses.replace(state, report=report)
-            selfcheck.check_model(model, found, untouched, sites)
-            for _, router in _state.rewritten_sites(model):
-                _state.forget(router)
-            undo.pop_all()
-    return report
+            if not any(site.rewritten for site in sites):
+                report = Report(tuple(_site_report(site) for site in sites))
+                model.__dict__[_state.ATTRIBUTE] = ElasticState(config, report)
+                return report
+            with contextlib.ExitStack() as undo:
+                install.install(model, sites, config, found, undo)
+                failed = set()
+                for site in sites:
+                    if site.rewritten and (reason := selfcheck.check_site(site, found)):
+                        failed.add(site.path)
+                        install.skip(site, reason)
+                # What one layer's code does may depend on its index after all: once more, with a
+                # capture for each of these layers.
+                shared = {s.shares for s in sites if s.shares is not None and s.path in failed}
+                if shared - alone:
+                    alone |= shared
+                    continue
+                _require(model, sites, allow_unrewritten)
+                report = _number(model, sites)
+                state = model.__dict__[_state.ATTRIBUTE]
+                model.__dict__[_state.ATTRIBUTE] = dataclasses.replace(state, report=report)
+                selfcheck.check_model(model, found, untouched, sites)
+                for _, router in _state.rewritten_sites(model):
+                    _state.forget(router)
+                undo.pop_all()
+                return report
 
 
 def _require(model: nn.Module, sites: list[Site], allow_unrewritten: bool) -> None:
@@ -134,29 +143,54 @@ def _refuse_loops(sites: list[Site]) -> None:
             site.reason = f"{loop.path} beside it attends more than once in one forward"
 
 
-def _capture_all(sites: list[Site], implementation: str) -> None:
-    shared: dict[Any, Site] = {}
+def _capture_all(sites: list[Site], implementation: str, alone: Collection[Any] = ()) -> None:
+    """Capture and rewrite; layers of one class, geometry and settings share what the first gives.
+
+    They may differ in their index, which is more than a place in the cache where the code computes
+    with it. So the second layer is captured too, and only where both give the same code do the
+    others share it. Those whose fingerprint is in ``alone`` share nothing.
+    """
+    first: dict[Any, Site] = {}
+    agreed: set[Any] = set()
+    alone = set(alone)
     for site in sites:
         if site.reason:
             continue
         assert site.plain is not None
         key = fingerprint(site)
-        twin = shared.get(key)
+        twin = None if key in alone else first.get(key)
+        index = getattr(site.module, "layer_idx", None)
         try:
-            if twin is not None and twin.graph is not None:
-                # The same class, geometry and settings: the same code, for another layer.
-                site.graph, site.program, site.result = twin.graph, twin.program, twin.result
-                site.layer_idx = getattr(site.module, "layer_idx", None)
-                site.reason = twin.reason
-            else:
+            if twin is None or key not in agreed:
                 site.graph = capture.capture(site.module, site.first, site.plain, implementation)
                 site.layer_idx = site.graph.layer_idx
                 _rewrite(site)
-                if site.layer_idx == getattr(site.module, "layer_idx", None):
-                    shared[key] = site
+            if twin is not None:
+                if key not in agreed and not _same_code(site, twin):
+                    alone.add(key)
+                    continue
+                agreed.add(key)
+                site.graph, site.program, site.result = twin.graph, twin.program, twin.result
+                site.layer_idx, site.shares = index, key
+            elif site.layer_idx == index:
+                first[key] = site
+                if index is None:
+                    agreed.add(key)
         except CaptureError as error:
             site.reason = str(error)
-            shared.pop(key, None)
+            first.pop(key, None)
+
+
+def _same_code(site: Site, twin: Site) -> bool:
+    """Whether two captures are the same, the place in the cache apart."""
+    assert site.graph is not None and twin.graph is not None
+    mine, other = site.graph.constants, twin.graph.constants
+    return (
+        site.program == twin.program
+        and site.result == twin.result
+        and mine.keys() == other.keys()
+        and all(torch.equal(mine[name], other[name]) for name in mine)
+    )
 
 
 def _rewrite(site: Site) -> None:

@@ -37,6 +37,8 @@ class Site:
     result: SiteResult | None = None
     layer_idx: int | None = None
     checked: bool = False
+    shares: Any = None
+    """Its fingerprint, where another layer's capture is used."""
 
     @property
     def rewritten(self) -> bool:

@@ -55,7 +55,8 @@ def test_the_layers_of_a_decoder_share_one_program(captures):
     with torch.device("meta"):
         model = build_family("qwen3", layers=4)
     elastic_compile.transform(model)
-    assert captures == ["Qwen3Attention"]
+    # The second one confirms that the layer's index is but a place in the cache.
+    assert captures == ["Qwen3Attention"] * 2
     assert len({id(program) for program in programs(model)}) == 1
 
 
@@ -120,13 +121,57 @@ def test_layers_with_constants_of_their_own_stay_right(attention):
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
     report = elastic_compile.report(model)
     assert all(site.checked for site in report.rewritten)
-    if attention is PlainIndex:
-        # The self-check may refuse a shared capture; what is refused stays the original.
-        assert report.rewritten
-    else:
-        assert len(report.rewritten) == 3
+    assert len(report.rewritten) == 3
     if attention is LayerHeads:
         assert [site.kv_heads for site in report.sites] == [2, 4, 8]
+
+
+class LateIndex(PlainIndex):
+    """Layers that differ from the first two only further up, where no second capture looks."""
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        q = q * (0.3 if self.layer_idx == 2 else 1.0)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def test_a_shared_capture_that_fails_is_made_for_each_layer(captures, monkeypatch):
+    """As if layers without a cache took their place in it from their index."""
+    original = capture.capture
+
+    def indexed(module, *args):
+        graph = original(module, *args)
+        graph.layer_idx = module.layer_idx
+        return graph
+
+    monkeypatch.setattr(capture, "capture", indexed)
+    Numbered.made = 0
+    got, expected = compared(build(NanoLike, layers=3, attention=LateIndex))
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
+    Numbered.made = 0
+    model = build(NanoLike, layers=3, attention=LateIndex)
+    elastic_compile.transform(model, CONFIG, example_inputs=(tokens(),))
+    assert [site.checked for site in elastic_compile.report(model).rewritten] == [True] * 3
+    assert len(set(map(id, programs(model)))) == 3
+    # Two and a failure, then three: each time.
+    assert len(captures) == 2 * 5
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_a_scale_of_the_layers_index_is_right_where_nothing_can_be_checked(meta):
+    """Weights that come after the transform are no excuse for the first layer's constants."""
+    loaded = build_family("gpt2_layer_scale", layers=3)
+    with torch.device("meta" if meta else "cpu"):
+        model = build_family("gpt2_layer_scale", layers=3)
+    elastic_compile.transform(model, CONFIG)
+    assert len(elastic_compile.report(model).rewritten) == 3
+    if meta:
+        model.to_empty(device="cpu")
+        model.load_state_dict(loaded.state_dict(), strict=False)
+    ids = torch.arange(1, 26)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, loaded(ids).logits, atol=1e-4, rtol=0)
 
 
 def test_a_closure_is_a_constant_too():
