@@ -279,13 +279,16 @@ def _load(name: str, dtype: str, device: str, random_weights: bool) -> Any:
     import transformers
 
     kind = getattr(torch, dtype)
+    model: Any
     if name == EMBEDDED:
-        return _embedded.load_model(kind).to(torch.device(device))
+        model = _embedded.load_model(kind)
+        return model.to(device)
     if random_weights:
         config = transformers.AutoConfig.from_pretrained(name)
         with torch.device(device):
             return transformers.AutoModelForCausalLM.from_config(config, dtype=kind).eval()
-    return transformers.AutoModelForCausalLM.from_pretrained(name, dtype=kind).to(device).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=kind)
+    return model.to(device).eval()
 
 
 def _random_prompts(model: Any, lengths: Sequence[int], device: str) -> list[Tensor]:

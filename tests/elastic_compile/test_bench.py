@@ -1,17 +1,24 @@
 """The bench command on tiny random models: what it measures and says, never how fast."""
 
 import json
+import types
 
 import pytest
 import torch
 
 import elastic_compile
-from elastic_compile import ElasticConfig, bench
+from elastic_compile import ElasticConfig, _measure, bench
 from elastic_compile._measure import Memory
 from tests.families import build, tokens
 from tests.training import helpers
 
 CONFIG = ElasticConfig(sink=4, local=16)
+
+
+@pytest.fixture(autouse=True)
+def no_collections(monkeypatch):
+    """Collecting garbage before every run takes most of the time beside a whole suite's objects."""
+    monkeypatch.setattr(_measure, "gc", types.SimpleNamespace(collect=lambda: 0))
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,7 @@ class Site(AttentionRouter):
     def __init__(self, head_dim, kv_heads, multiplier, dtype=None):
         super().__init__(head_dim, multiplier, dtype=dtype)
         self.kv_heads = kv_heads
+        self.shards = 1
         self.register_buffer("forced", torch.full((1, kv_heads), -1), persistent=False)
 
 
