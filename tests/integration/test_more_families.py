@@ -14,10 +14,12 @@ import torch
 from transformers.models.gptj import modeling_gptj
 
 import elastic_compile
-from tests.families import MORE
+from tests.families import MORE, POSITIONS
 from tests.integration.helpers import (
     LENGTH,
+    Pair,
     counting,
+    decode_logits,
     error,
     generate,
     logits,
@@ -87,6 +89,39 @@ def test_streaming_heads_are_the_untouched_model_under_their_mask(pairs, name):
         got = logits(pair.model, ids)
     assert error(got, streaming_oracle(pair, ids, routes)) <= ATOL
     assert error(got, logits(pair.base, ids)) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3"])
+def test_scaled_positions(kind):
+    """Field case B66: streaming keys keep their own positions, however those are scaled."""
+    fields = {
+        "linear": dict(factor=4.0),
+        "dynamic": dict(factor=2.0),
+        "yarn": dict(factor=4.0, original_max_position_embeddings=24),
+        "llama3": dict(
+            factor=4.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=24,
+        ),
+    }[kind]
+    rope = {"rope_type": kind, "rope_theta": 1e4, **fields}
+    pair = Pair(
+        "llama",
+        rope_parameters=rope,
+        max_position_embeddings=24 if kind == "dynamic" else POSITIONS,
+    )
+    ids, _ = prompts()
+    assert error(logits(pair.base, ids), logits(Pair("llama").base, ids)) > 1e-2
+    assert error(logits(pair.model, ids), logits(pair.base, ids)) <= ATOL
+    assert torch.equal(generate(pair.model, ids), generate(pair.base, ids))
+    routes = pair.routes("sparse")
+    with elastic_compile.force_routes(pair.model, routes):
+        got = decode_logits(pair.model, ids, None, new_cache(pair.model, "dynamic"), LENGTH - 8)
+    # The frequencies of "dynamic" follow the longest sequence so far.
+    rows = slice(0, LENGTH - 8) if kind == "dynamic" else slice(None)
+    wanted = streaming_oracle(pair, ids[:, rows], routes)
+    assert error(got[:, rows], wanted) <= ATOL
 
 
 @more_families
