@@ -152,7 +152,7 @@ def check_model(
     implementation of attention that the recorders do not know.
 
     Raises:
-        SelfCheckError: They differ.
+        SelfCheckError: They differ, or the transformed model does not run.
     """
     if untouched is None:
         return
@@ -169,7 +169,14 @@ def check_model(
 def _compare(model: nn.Module, found: Discovery, untouched: list[Any], sites: int) -> None:
     masks = (found.first_mask, found.plain_mask)
     for trace, expected, mask in zip((found.first, found.plain), untouched, masks, strict=True):
-        got = _call(model, trace.inputs)
+        try:
+            got = _call(model, trace.inputs)
+        except Exception as error:  # whatever the model's own code makes of our masks
+            raise SelfCheckError(
+                f"the transformed {type(model).__name__} does not run "
+                f"({type(error).__name__}: {error}): something other than its attention sites "
+                "works on the causal mask. Nothing was changed"
+            ) from error
         for name, value in expected.items():
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 continue
