@@ -28,7 +28,7 @@ Path = tuple[Any, ...]
 
 # Keyword arguments that change what attention computes or returns. Anything else that reaches an
 # attention module through **kwargs (Trainer's pass-through, positions) does not.
-_ORIGINAL = "arguments that only the original attention code knows"
+_ORIGINAL = "arguments or sizes that only the original attention code knows"
 _CHANGES = ("output_attentions", "softcap", "position_bias", "is_causal")
 
 
@@ -44,6 +44,8 @@ class SiteProgram:
     """For every parameter after ``self``: its place in the original forward's arguments."""
     optional: tuple[str, ...]
     """Arguments that must be None for this code to apply."""
+    conditions: tuple[str, ...]
+    """Expressions in ``rows`` and ``tokens`` that must hold for this code to apply."""
     hidden: Path
     mask: Path | None
     cache: Path | None
@@ -238,9 +240,15 @@ class SiteForward(_Forward):
         extra = "".join(f", {n}={n}" for n in named)
         rest = f"{variadic}" if variadic else "{}"
         tests.append(f"_changes(_self.module, {rest}{extra})")
+        sizes = ""
+        if self.program.conditions:
+            hidden = _access(self.program.hidden, variadic)
+            sizes = f"    rows, tokens = {hidden}.shape[:2]\n"
+            tests += [f"not ({condition})" for condition in self.program.conditions]
         accesses = "".join(f", {_access(path, variadic)}" for path in self.program.inputs)
         source = (
             f"def entry(_self, {', '.join(parameters)}):\n"
+            f"{sizes}"
             f"    if {' or '.join(tests)}:\n"
             f"        return _self.fall_back({', '.join(passed)})\n"
             f"    return _graph(_self.module{accesses})\n"

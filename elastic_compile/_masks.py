@@ -91,7 +91,15 @@ def elastic_mask(
         For the plain causal rule: the 2-D padding mask, bool [B, kv_length], or None when nothing
         is padded. For every other rule: the dense mask of ``sdpa_mask``.
     """
-    if mask_function is causal_mask_function and not use_vmap and kv_offset == 0:
+    # A mask of more tokens than the first layer has cached (it caches none: linear attention) says
+    # nothing that a site could use; the model gets what it always did.
+    longer = (
+        isinstance(kv_length, int)
+        and attention_mask is not None
+        and not is_unpadded_marker(attention_mask)
+        and attention_mask.shape[1] > kv_length
+    )
+    if mask_function is causal_mask_function and not use_vmap and kv_offset == 0 and not longer:
         if attention_mask is None or is_unpadded_marker(attention_mask):
             return None
         return fit_mask(attention_mask, kv_length)

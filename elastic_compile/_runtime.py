@@ -289,7 +289,8 @@ def _attend(
     if dropout:
         seed = torch.randint(0, 2**62, (), dtype=torch.int64, device=query.device)
     if mask is not None and mask.dim() == 4:
-        if mask.shape[-1] != key.shape[2]:
+        # One column is for all keys.
+        if mask.shape[-1] not in (1, key.shape[2]):
             key, value = key[:, :, : mask.shape[-1]], value[:, :, : mask.shape[-1]]
         if not torch.compiler.is_compiling():
             _state.remember(site, torch.zeros_like(route), past + length, None)

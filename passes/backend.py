@@ -114,7 +114,9 @@ def _settings(options: dict[str, Any], example_inputs: list[Any]) -> tuple[Any, 
     if isinstance(router, GraphRouters):
         if config is not None and config != router.config:
             raise ValueError("options['config'] and the configuration of options['router'] differ")
-        routers = router
+        # So that it is found by the model too.
+        parameters = [x for x in example_inputs if isinstance(x, nn.Parameter)]
+        routers = routers_of(parameters, router, lambda: router)
     elif router is None or isinstance(router, (str, os.PathLike)):
         folder = None if router is None else os.path.abspath(router)
         parameters = [x for x in example_inputs if isinstance(x, nn.Parameter)]

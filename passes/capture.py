@@ -13,15 +13,18 @@ import dataclasses
 import functools
 import inspect
 import operator
+import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.printers import PythonPrinter
 from transformers.cache_utils import Cache
 
 from elastic_compile._forward import ExactForward, SiteForward
@@ -89,6 +92,8 @@ class SiteGraph:
     layer_idx: int | None
     optional: tuple[str, ...]
     """Arguments that were None while capturing: a call that gives one is not this graph's."""
+    conditions: tuple[str, ...]
+    """Python expressions in the hidden states' ``rows`` and ``tokens`` that this code rests on."""
     constants: dict[str, Tensor]
 
 
@@ -424,6 +429,7 @@ def _capture(site: nn.Module, first: SiteCall, plain: SiteCall, implementation: 
         stack.enter_context(_opaque_children(site, plain.children, calls))
         stack.enter_context(torch.no_grad())
         program = torch.export.export(caller, (values,), dynamic_shapes=[shapes], strict=False)
+    conditions = _conditions(program)
     for arguments, before in given:
         after = leaves(arguments)
         if after.keys() != before.keys() or any(after[p] is not x for p, x in before.items()):
@@ -438,11 +444,66 @@ def _capture(site: nn.Module, first: SiteCall, plain: SiteCall, implementation: 
         cache=cache if updates else None,
         passes_kwargs=bool(caches) and caches[-1].given_kwargs,
         layer_idx=updates[0] if updates else None,
+        conditions=conditions,
         optional=tuple(
             name
             for name, value in b.items()
             if value is None and (name,) not in (mask, cache) and not isinstance(a[name], Cache)
         ),
+    )
+
+
+def _conditions(program: torch.export.ExportedProgram) -> tuple[str, ...]:
+    """What the code asked about the number of rows and tokens: only one branch was captured.
+
+    It is what the shape environment holds beside equalities of the inputs' sizes: a branch of the
+    module's, or the end of a table that it slices.
+
+    Raises:
+        CaptureError: A condition on something else than rows and tokens.
+    """
+    sizes: set[Any] = set()
+    names: dict[Any, Any] = {}
+    found: dict[str, None] = {}
+    environment: Any = None
+    for node in program.graph.find_nodes(op="placeholder"):
+        value: Any = node.meta.get("val")
+        for size in value.shape if isinstance(value, Tensor) else ():
+            if isinstance(size, torch.SymInt):
+                sizes |= size.node.expr.free_symbols
+                environment = size.node.shape_env
+        if node.name == program.graph_signature.user_inputs[0]:
+            names = {
+                size.node.expr: sympy.Symbol(name, integer=True, positive=True)
+                for name, size in zip(("rows", "tokens"), value.shape[:2], strict=True)
+                if isinstance(size, torch.SymInt)
+            }
+    for guard in environment.guards if sizes else ():
+        condition = guard.expr.xreplace(environment.replacements)
+        # Others are of no input: a view's base, say.
+        if isinstance(condition, sympy.Eq) or not condition.free_symbols <= sizes:
+            continue
+        if _holds_everywhere(condition):
+            continue
+        if not condition.free_symbols <= set(names):
+            raise CaptureError(f"its code depends on sizes in a way that is not kept: {condition}")
+        found[PythonPrinter().doprint(condition.xreplace(names))] = None
+    return tuple(found)
+
+
+_SIZES = (2, 3, 4, 5, 7, 8, 11, 13, 16, 17, 31, 32, 64, 100, 127, 128, 1000, 1024, 65536, 1 << 20)
+
+
+def _holds_everywhere(condition: Any) -> bool:
+    """Whether sizes of every kind fulfil a condition, as those do that operations ask about strides
+    (tried out: sympy proves few of them)."""
+    symbols = sorted(condition.free_symbols, key=str)
+    draw = random.Random(0)
+    tries = [[size] * len(symbols) for size in _SIZES]
+    tries += [[draw.choice(_SIZES) for _ in symbols] for _ in range(80)]
+    return all(
+        condition.xreplace(dict(zip(symbols, map(sympy.Integer, sizes), strict=True))) == True  # noqa: E712
+        for sizes in tries
     )
 
 

@@ -232,6 +232,7 @@ def _rewrite(site: Site) -> None:
         globals=encode_globals(code.globals),
         inputs=tuple(inputs),
         optional=graph.optional,
+        conditions=graph.conditions,
         hidden=graph.inputs[graph.hidden],
         mask=graph.mask,
         cache=graph.cache,

@@ -62,6 +62,8 @@ def _differences(site: Site, found: Discovery) -> list[float]:
     if site.chunk is not None:
         out.append(_replay(site, site.chunk, found.chunk_mask, cache))
     out.append(_replay(site, site.plain, found.plain_mask, None))
+    # An export takes it that no size is 1: a branch for one row or one token leaves no trace.
+    out += [_single(site, 0, discovery.PLAIN_BATCH), _single(site, 1, discovery.PLAIN_LENGTH)]
     if site.program is not None and site.program.mask is not None and found.first_mask is not None:
         out.append(_streaming_difference(site, found))
     return out
@@ -71,6 +73,23 @@ def _replay(site: Site, call: SiteCall, mask: Tensor | None, cache: Cache | None
     args, kwargs = rearranged(call, mask, cache)
     got = unwrapped_forward(site.module)(*args, **kwargs)
     return _error(call.output, got, mask)
+
+
+def _single(site: Site, dim: int, size: int) -> float:
+    """Error of the plain call cut to one row (dim 0) or one token (dim 1); 0 where the original
+    does not run on that."""
+    assert site.plain is not None
+
+    def cut(x: Any) -> Any:
+        fits = isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] == size
+        return x.narrow(dim, 0, 1) if fits else x
+
+    args, kwargs = pytree.tree_map(cut, rearranged(site.plain, None, None))
+    try:
+        expected = original_forward(site.module)(*args, **kwargs)
+    except Exception:
+        return 0.0
+    return _error(expected, unwrapped_forward(site.module)(*args, **kwargs), None)
 
 
 def _streaming_difference(site: Site, found: Discovery) -> float:

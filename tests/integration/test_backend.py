@@ -289,3 +289,13 @@ def test_what_is_not_compiled_has_no_routers():
         elastic_compile.graph_routers(build(NanoLike))
     with pytest.raises(ValueError, match="not transformed"):
         elastic_compile.report(build(NanoLike))
+
+
+def test_routers_that_are_given_are_found_by_the_model_too():
+    model = build(NanoLike)
+    routers = elastic_compile.GraphRouters(elastic_compile.ElasticConfig(sink=2, local=3))
+    fast = torch.compile(model, backend="elastic", options={"inner": "eager", "router": routers})
+    with torch.no_grad():
+        fast(tokens(2, 25))
+    assert elastic_compile.graph_routers(fast) is routers
+    assert elastic_compile.report(fast).sites == elastic_compile.report(routers).sites != ()

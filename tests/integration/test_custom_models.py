@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import os
 import subprocess
@@ -361,3 +362,70 @@ def test_the_example_runs():
     assert done.returncode == 0, done.stderr
     assert "4 of 4 attention sites rewritten" in done.stdout
     assert "largest difference, all heads full: 0" in done.stdout
+
+
+class Branching(FusedAttention):
+    """Other attention for other sizes: an export sees one of the two."""
+
+    def __init__(self, condition):
+        super().__init__()
+        self.condition = condition
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        if self.condition(*x.shape[:2]):
+            q = q * 1.5
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        lambda rows, tokens: tokens > 16,
+        lambda rows, tokens: tokens < 8,
+        lambda rows, tokens: tokens % 16 == 0,
+        lambda rows, tokens: rows * tokens > 100,
+        lambda rows, tokens: rows > 7,
+        lambda rows, tokens: rows == tokens,
+    ],
+    ids=["long", "short", "multiple", "area", "rows", "square"],
+)
+def test_calls_of_a_size_for_which_the_code_differs_run_the_original(condition):
+    model = build(NanoLike, attention=functools.partial(Branching, condition))
+    shapes = ((2, 25), (3, 5), (9, 16), (5, 5), (3, 13), (8, 15))
+    with torch.no_grad():
+        expected = {shape: model(tokens(*shape)) for shape in shapes}
+        elastic_compile.transform(model, config(), example_inputs=(tokens(),))
+        for shape, value in expected.items():
+            torch.testing.assert_close(model(tokens(*shape)), value, atol=2e-5, rtol=0)
+            if condition(*shape) != condition(2, 13):
+                assert torch.equal(model(tokens(*shape)), value)
+        # What was captured is routed.
+        with elastic_compile.force_routes(model, "sparse"):
+            moved = model(tokens(3, 13))
+    assert (moved - expected[3, 13]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [lambda rows, tokens: rows == 1, lambda rows, tokens: tokens == 1],
+    ids=["row", "token"],
+)
+def test_code_for_a_single_row_or_token_is_noticed(condition):
+    """Export takes it that no size is 1 and leaves no condition behind."""
+
+    class Single(FusedAttention):
+        def forward(self, x):
+            y = super().forward(x)
+            return y * 2 if condition(*x.shape[:2]) else y
+
+    model = build(NanoLike, attention=Single)
+    with torch.no_grad():
+        expected = {shape: model(tokens(*shape)) for shape in ((1, 20), (3, 1))}
+        elastic_compile.transform(
+            model, config(), example_inputs=(tokens(),), allow_unrewritten=True
+        )
+        assert all("self-check" in s.reason for s in elastic_compile.report(model).sites)
+        for shape, value in expected.items():
+            assert torch.equal(model(tokens(*shape)), value)

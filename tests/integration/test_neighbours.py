@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+import transformers
 from transformers import LlamaForCausalLM
 
 import elastic_compile
@@ -170,3 +171,38 @@ def test_a_wrapper_around_two_models_names_them():
     pair = torch.nn.ModuleDict({"student": build("llama"), "teacher": build("llama")})
     with pytest.raises(ValueError, match="student, teacher"):
         elastic_compile.transform(pair)
+
+
+def test_a_cache_whose_first_layer_holds_no_tokens():
+    """transformers then believes that nothing is cached and makes a mask of one column for decode:
+    the model computes what it did, if not routed."""
+    config = transformers.MiniMaxConfig(
+        vocab_size=99,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        layer_types=["linear_attention", "full_attention"],
+        num_local_experts=2,
+        block_size=16,
+        sliding_window=None,
+        bos_token_id=1,
+        eos_token_id=98,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = transformers.MiniMaxForCausalLM(config).eval()
+    ids = torch.randint(2, 97, (2, 40))
+    mask = torch.ones_like(ids)
+    mask[0, :20] = 0
+    run = dict(attention_mask=mask, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    run |= dict(return_dict_in_generate=True, output_logits=True)
+    with torch.no_grad():
+        before = model.generate(ids, **run)
+        elastic_compile.transform(model, elastic_compile.ElasticConfig(sink=4, local=8))
+        after = model.generate(ids, **run)
+    assert len(elastic_compile.report(model).rewritten) == 1
+    for a, b in zip(before.logits, after.logits, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
