@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from elastic_compile._forward import SiteForward
+from elastic_compile._masks import causal_mask_4d
 from elastic_compile._site import ASK_ROUTER, ElasticSite
 from elastic_compile.passes import discovery
 from elastic_compile.passes.capture import original_forward, unwrapped_forward
@@ -84,11 +85,22 @@ def _single(site: Site, dim: int, size: int) -> float:
         fits = isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] == size
         return x.narrow(dim, 0, 1) if fits else x
 
-    args, kwargs = pytree.tree_map(cut, rearranged(site.plain, None, None))
+    assert site.program is not None
+    dense = None
+    if site.program.mask is not None:
+        # The module may leave causality to the mask.
+        length = 1 if dim else discovery.PLAIN_LENGTH
+        device = pytree.tree_leaves(site.plain.output)[0].device
+        dense = causal_mask_4d(None, 0, length, length, device)
+    own = site.first.attention[0].dialect == "sdpa"
+    switch = discovery.attention_implementation(site.module, "sdpa")
     try:
-        expected = original_forward(site.module)(*args, **kwargs)
+        given, named = pytree.tree_map(cut, rearranged(site.plain, dense, None))
+        with switch if own else contextlib.nullcontext():
+            expected = original_forward(site.module)(*given, **named)
     except Exception:
         return 0.0
+    args, kwargs = pytree.tree_map(cut, rearranged(site.plain, None, None))
     return _error(expected, unwrapped_forward(site.module)(*args, **kwargs), None)
 
 
