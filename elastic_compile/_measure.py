@@ -106,3 +106,15 @@ def spread_routes(kv_heads: Sequence[int], share: float) -> list[Tensor]:
         [(i + 1) * ones // total - i * ones // total for i in range(total)], dtype=torch.int32
     )
     return list(flat.split(list(kv_heads)))
+
+
+def aligned(lines: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
+    """Lines of cells as a text in columns, flush right but for the columns in ``left``."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import elastic_compile
 from elastic_compile import _embedded, _files
-from elastic_compile._measure import Memory, spread_routes
+from elastic_compile._measure import Memory, aligned, spread_routes
 from elastic_compile.config import ElasticConfig
 
 EMBEDDED = "smollm2"
@@ -262,14 +262,7 @@ def format_rows(rows: Sequence[Row]) -> str:
             for row in rows
         ),
     ]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column == 1 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in table
-    )
+    return aligned(table, left=(1,))
 
 
 # ------------------------------------------------------------------ the command

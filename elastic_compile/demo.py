@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import elastic_compile
 from elastic_compile import _embedded, _files
-from elastic_compile._measure import Measured, Memory, measure, spread_routes
+from elastic_compile._measure import Measured, Memory, aligned, measure, spread_routes
 from elastic_compile.config import ElasticConfig
 
 PASSKEY_LENGTH = 2048
@@ -406,14 +406,7 @@ def format_table(rows: Sequence[Row]) -> str:
         )
         for row in rows
     ]
-    widths = [max(len(row[i]) for row in [heads, *cells]) for i in range(len(heads))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i in (1, 3) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in [heads, *cells]
-    )
+    return aligned([heads, *cells], left=(1, 3))
 
 
 # ------------------------------------------------------------------ the steps

@@ -429,7 +429,7 @@ def _capture(site: nn.Module, first: SiteCall, plain: SiteCall, implementation: 
         stack.enter_context(_opaque_children(site, plain.children, calls))
         stack.enter_context(torch.no_grad())
         program = torch.export.export(caller, (values,), dynamic_shapes=[shapes], strict=False)
-    conditions = _conditions(program)
+    conditions = _conditions(program, paths.index(hidden))
     for arguments, before in given:
         after = leaves(arguments)
         if after.keys() != before.keys() or any(after[p] is not x for p, x in before.items()):
@@ -453,11 +453,11 @@ def _capture(site: nn.Module, first: SiteCall, plain: SiteCall, implementation: 
     )
 
 
-def _conditions(program: torch.export.ExportedProgram) -> tuple[str, ...]:
-    """What the code asked about the number of rows and tokens: only one branch was captured.
+def _conditions(program: torch.export.ExportedProgram, hidden: int) -> tuple[str, ...]:
+    """What the code asked about the rows and tokens of input ``hidden``: one branch was captured.
 
-    It is what the shape environment holds beside equalities of the inputs' sizes: a branch of the
-    module's, or the end of a table that it slices.
+    It is what the shape environment holds beside which of the inputs' sizes are equal: a branch of
+    the module's, or the end of a table that it slices.
 
     Raises:
         CaptureError: A condition on something else than rows and tokens.
@@ -472,18 +472,17 @@ def _conditions(program: torch.export.ExportedProgram) -> tuple[str, ...]:
             if isinstance(size, torch.SymInt):
                 sizes |= size.node.expr.free_symbols
                 environment = size.node.shape_env
-        if node.name == program.graph_signature.user_inputs[0]:
+        if node.name == program.graph_signature.user_inputs[hidden]:
             names = {
                 size.node.expr: sympy.Symbol(name, integer=True, positive=True)
                 for name, size in zip(("rows", "tokens"), value.shape[:2], strict=True)
                 if isinstance(size, torch.SymInt)
             }
     for guard in environment.guards if sizes else ():
+        # With sizes that were found equal replaced by one another, their equality is true. Symbols
+        # that no input has are of a view's base, say.
         condition = guard.expr.xreplace(environment.replacements)
-        # Others are of no input: a view's base, say.
-        if isinstance(condition, sympy.Eq) or not condition.free_symbols <= sizes:
-            continue
-        if _holds_everywhere(condition):
+        if not condition.free_symbols <= sizes or _holds_everywhere(condition):
             continue
         if not condition.free_symbols <= set(names):
             raise CaptureError(f"its code depends on sizes in a way that is not kept: {condition}")
@@ -502,7 +501,7 @@ def _holds_everywhere(condition: Any) -> bool:
     tries = [[size] * len(symbols) for size in _SIZES]
     tries += [[draw.choice(_SIZES) for _ in symbols] for _ in range(80)]
     return all(
-        condition.xreplace(dict(zip(symbols, map(sympy.Integer, sizes), strict=True))) == True  # noqa: E712
+        condition.xreplace(dict(zip(symbols, map(sympy.Integer, sizes), strict=True))) is sympy.true
         for sizes in tries
     )
 

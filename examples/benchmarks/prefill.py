@@ -154,7 +154,7 @@ def measure(
     found = []
     for name, sparse, run, prepared in runs:
         checked(run, sparse)
-        pairs = full_heads = streamed = 0
+        full_heads = streamed = 0
         for pad in pads.tolist():
             full_heads += full_pairs(length - pad)
             streamed += streaming_pairs(length - pad, args.sink, args.local)

@@ -18,6 +18,7 @@ from torch import nn
 
 import elastic_compile
 from elastic_compile._state import rewritten_sites
+from elastic_compile.passes.discovery import LENGTH, PLAIN_BATCH, PLAIN_LENGTH
 from tests import own_models
 from tests.own_models import (
     HEADS,
@@ -364,6 +365,9 @@ def test_the_example_runs():
     assert "largest difference, all heads full: 0" in done.stdout
 
 
+CAPTURED = (PLAIN_BATCH, PLAIN_LENGTH)
+
+
 class Branching(FusedAttention):
     """Other attention for other sizes: an export sees one of the two."""
 
@@ -385,26 +389,27 @@ class Branching(FusedAttention):
         lambda rows, tokens: tokens > 16,
         lambda rows, tokens: tokens < 8,
         lambda rows, tokens: tokens % 16 == 0,
+        lambda rows, tokens: tokens % LENGTH == 0,
+        lambda rows, tokens: tokens % PLAIN_LENGTH == 0,
         lambda rows, tokens: rows * tokens > 100,
         lambda rows, tokens: rows > 7,
         lambda rows, tokens: rows == tokens,
     ],
-    ids=["long", "short", "multiple", "area", "rows", "square"],
+    ids=["long", "short", "multiple", "multiple of 13", "multiple of 11", "area", "rows", "square"],
 )
 def test_calls_of_a_size_for_which_the_code_differs_run_the_original(condition):
     model = build(NanoLike, attention=functools.partial(Branching, condition))
-    shapes = ((2, 25), (3, 5), (9, 16), (5, 5), (3, 13), (8, 15))
+    shapes = ((2, 25), (3, 5), (9, 16), (5, 5), (3, 13), (8, 15), (2, 22), CAPTURED)
     with torch.no_grad():
         expected = {shape: model(tokens(*shape)) for shape in shapes}
         elastic_compile.transform(model, config(), example_inputs=(tokens(),))
         for shape, value in expected.items():
             torch.testing.assert_close(model(tokens(*shape)), value, atol=2e-5, rtol=0)
-            if condition(*shape) != condition(2, 13):
-                assert torch.equal(model(tokens(*shape)), value)
-        # What was captured is routed.
+        # What does as the captured code is routed, and nothing else.
         with elastic_compile.force_routes(model, "sparse"):
-            moved = model(tokens(3, 13))
-    assert (moved - expected[3, 13]).abs().max() > 1e-3
+            for shape, value in expected.items():
+                moved = (model(tokens(*shape)) - value).abs().max() > 1e-3
+                assert moved == (condition(*shape) == condition(*CAPTURED) and shape[1] > 5)
 
 
 @pytest.mark.parametrize(

@@ -10,24 +10,10 @@ from torch import nn
 import elastic_compile
 from elastic_compile import _forward
 from elastic_compile._state import rewritten_sites
-from elastic_compile.passes import capture, selfcheck
+from elastic_compile.passes import selfcheck
 from tests.families import FAMILIES, build
 
 TOKENS = torch.arange(40).reshape(2, 20) % 37 + 3
-
-
-@pytest.fixture
-def captures(monkeypatch):
-    """Paths of the modules that were really traced."""
-    traced = []
-    original = capture.capture
-
-    def count(site, *args):
-        traced.append(type(site).__name__)
-        return original(site, *args)
-
-    monkeypatch.setattr(capture, "capture", count)
-    return traced
 
 
 def logits(model, **kwargs):

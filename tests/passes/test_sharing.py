@@ -14,20 +14,6 @@ from tests.own_models import WIDTH, FusedAttention, NanoLike, TuneLike, build, t
 CONFIG = elastic_compile.ElasticConfig(sink=2, local=3, pool_tokens=4)
 
 
-@pytest.fixture
-def captures(monkeypatch):
-    """Classes of the modules that were really traced."""
-    traced = []
-    original = capture.capture
-
-    def count(site, *args):
-        traced.append(type(site).__name__)
-        return original(site, *args)
-
-    monkeypatch.setattr(capture, "capture", count)
-    return traced
-
-
 def programs(model):
     forwards = [m.__dict__.get("forward") for m in model.modules()]
     return [f.program for f in forwards if f is not None]
