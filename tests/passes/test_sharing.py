@@ -145,16 +145,28 @@ def test_a_shared_capture_that_fails_is_made_for_each_layer(captures, monkeypatc
 
 
 @pytest.mark.parametrize("meta", [False, True])
-def test_a_scale_of_the_layers_index_is_right_where_nothing_can_be_checked(meta):
+def test_code_that_computes_with_the_layers_index_is_right_unchecked_too(meta):
     """Weights that come after the transform are no excuse for the first layer's constants."""
-    loaded = build_family("gpt2_layer_scale", layers=3)
+
+    def build():
+        model = build_family("llama", layers=3)
+        for layer in model.model.layers:
+            layer.self_attn.__class__ = Indexed
+        return model
+
+    class Indexed(type(build_family("llama").model.layers[0].self_attn)):
+        def forward(self, hidden_states, **kwargs):
+            return super().forward(hidden_states * (1.0 + self.layer_idx), **kwargs)
+
+    loaded = build()
     with torch.device("meta" if meta else "cpu"):
-        model = build_family("gpt2_layer_scale", layers=3)
+        model = build()
     elastic_compile.transform(model, CONFIG)
     assert len(elastic_compile.report(model).rewritten) == 3
     if meta:
         model.to_empty(device="cpu")
         model.load_state_dict(loaded.state_dict(), strict=False)
+        model.model.rotary_emb = loaded.model.rotary_emb  # its buffers are in no checkpoint
     ids = torch.arange(1, 26)[None]
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, loaded(ids).logits, atol=1e-4, rtol=0)
