@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from prefill import commit
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import elastic_compile
@@ -66,15 +67,19 @@ def main() -> None:
         "wall_seconds": round(wall, 2),
         "cpu_seconds": round(cpu, 2),
         "extra_peak_mib": round((peak() - before) / 2**20),
+    }
+    meta = {
+        "card": "cpu",
         "threads": options.threads,
         "cpus": os.cpu_count(),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "commit": commit(),
     }
-    print(json.dumps(row, indent=2))
+    found = {"meta": meta, "rows": [row]}
+    print(json.dumps(found, indent=2))
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(row, indent=2) + "\n")
+        options.out.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":
