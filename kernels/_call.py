@@ -82,6 +82,33 @@ class ExactCall:
         return resolve_scale(self)
 
 
+@dataclass(frozen=True)
+class RouteCall:
+    """Arguments of ``elastic_compile::route``, in schema order.
+
+    Field meanings, shapes and dtypes are those of :func:`elastic_compile.kernels.ops.route`.
+    """
+
+    tap: Tensor
+    key_mask: Tensor | None
+    end: Tensor | None
+    forced: Tensor
+    weights: list[Tensor]
+    pool_tokens: int
+    route_bias: float = 0.0
+
+
+def new_outputs(call: AttentionCall | ExactCall) -> tuple[Tensor, Tensor]:
+    """Memory for the results of a call: output [B, Hq, Sq, Dv] and log-sum-exp [B, Hq, Sq].
+
+    The output's heads are neighbours in memory ([B, Sq, Hq, Dv], transposed), as torch SDPA leaves
+    them on a GPU and models merge them: no copy stands between the op and the projection.
+    """
+    batch, heads, queries, _ = call.query.shape
+    out = call.query.new_empty((batch, queries, heads, call.value.shape[3])).transpose(1, 2)
+    return out, out.new_empty((batch, heads, queries), dtype=compute_dtype(out.dtype))
+
+
 def resolve_scale(call: AttentionCall | ExactCall) -> float | Tensor:
     """Returns ``scale``, else ``scale_tensor``, else ``D ** -0.5``."""
     if call.scale is not None:

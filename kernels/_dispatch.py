@@ -2,7 +2,7 @@
 
 An implementation is a module with ``supports(call) -> (ok, reason)``, ``forward(call) -> (out,
 lse)`` and, where it has one, ``backward(call, grad_out, grad_lse, out, lse) -> (dq, dk, dv,
-dsinks)``. Results may have any strides; the op makes them contiguous. A new one is one
+dsinks)``. Results may have any strides; the op lays them out. A new one is one
 :func:`register` line below; its module is imported when a call on its device first considers it.
 """
 
@@ -14,12 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
-from elastic_compile.kernels import _counters
-from elastic_compile.kernels._call import AttentionCall
+from elastic_compile.kernels import _counters, triton_route
+from elastic_compile.kernels._call import AttentionCall, RouteCall
 
 ENVIRONMENT_VARIABLE = "ELASTIC_COMPILE_KERNEL"
+FUSED_ROUTER_DEVICES = ("cuda",)
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,34 @@ def backward(
     return query, key, value, sinks
 
 
+def route(call: RouteCall) -> Tensor:
+    """Runs the fused router.
+
+    Raises:
+        ValueError: It cannot serve the call.
+    """
+    ok, reason = triton_route.supports(call)
+    if not ok:
+        raise ValueError(
+            f"the fused router cannot serve this call: {reason}. Ask ops.fuses_routes first"
+        )
+    return triton_route.forward(call)
+
+
+def fuses_routes(device: torch.device, implementation: str) -> bool:
+    """Whether routers on a device are fused where attention is asked of ``implementation``.
+
+    As in :func:`select`, ``ELASTIC_COMPILE_KERNEL`` names one in place of ``"auto"``.
+    """
+    if device.type not in FUSED_ROUTER_DEVICES:
+        return False
+    if implementation == "auto":
+        implementation = os.environ.get(ENVIRONMENT_VARIABLE) or "auto"
+    if implementation not in ("auto", "triton", "gluon"):
+        return False
+    return triton_route.runs_on(device)[0]
+
+
 def _named(name: str, origin: str, call: AttentionCall, backward: bool) -> Implementation:
     entry = _registry.get(name)
     if entry is None:
@@ -165,6 +195,20 @@ def _candidates(call: AttentionCall, backward: bool) -> Iterator[Implementation]
 
 register("dense", "elastic_compile.kernels.dense", devices=("cpu",), special=True)
 register("cpu", "elastic_compile.kernels.cpu", devices=("cpu",))
+register(
+    "sdpa",
+    "elastic_compile.kernels.sdpa_cuda",
+    devices=("cuda",),
+    special=True,
+    differentiable=False,
+)
+register(
+    "gluon",
+    "elastic_compile.kernels.gluon_prefill",
+    devices=("cuda",),
+    special=True,
+    differentiable=False,
+)
 register(
     "triton", "elastic_compile.kernels.triton_prefill", devices=("cuda",), differentiable=False
 )

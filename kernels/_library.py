@@ -1,6 +1,6 @@
 """The ``torch.library`` definitions: schemas, fake kernels and autograd of the opaque ops.
 
-Schemas list the fields of :class:`AttentionCall` and :class:`ExactCall` in order, all positional
+Schemas list the fields of the classes in ``_call`` in order, all positional
 because ``register_autograd`` takes no keyword-only tensors. Backwards are ops of their own: the
 body of a custom op runs below autograd and cannot re-enter it. No argument is named ``kernel``,
 which Inductor passes on as a keyword of its own.
@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from elastic_compile.kernels import _counters, _dispatch, _exact, _validate
-from elastic_compile.kernels._call import AttentionCall, ExactCall, compute_dtype
+from elastic_compile.kernels._call import (
+    AttentionCall,
+    ExactCall,
+    RouteCall,
+    compute_dtype,
+    new_outputs,
+)
 
 _ATTENTION_ARGS = (
     "Tensor query, Tensor key, Tensor value, Tensor route, SymInt sink, SymInt local, "
@@ -30,6 +36,10 @@ _EXACT_ARGS = (
     "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, str reason, "
     "float? scale=None, Tensor? scale_tensor=None, float? softcap=None, Tensor? sinks=None, "
     "bool is_causal=False, float dropout_p=0.0, Tensor? dropout_seed=None"
+)
+_ROUTE_ARGS = (
+    "Tensor tap, Tensor? key_mask, Tensor? end, Tensor forced, Tensor[] weights, "
+    "SymInt pool_tokens, float route_bias=0.0"
 )
 _GRADS = "Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, "
 
@@ -100,18 +110,33 @@ def exact_attention_backward(
     )
 
 
+@_define("route", _ROUTE_ARGS, 1)
+def route(*args: Any) -> Tensor:
+    """Body of ``elastic_compile::route``; integers, so it has no backward."""
+    call = RouteCall(*args)
+    _validate.check_route(call)
+    return _dispatch.route(call)
+
+
+@route.register_fake
+def _(*args: Any) -> Tensor:
+    call = RouteCall(*args)
+    _validate.check_route(call)
+    return call.tap.new_empty(call.tap.shape[:2], dtype=torch.int32)
+
+
 @attention.register_fake
 def _(*args: Any) -> tuple[Tensor, Tensor]:
     call = AttentionCall(*args)
     _validate.check_attention(call)
-    return _empty_outputs(call)
+    return new_outputs(call)
 
 
 @exact_attention.register_fake
 def _(*args: Any) -> tuple[Tensor, Tensor]:
     call = ExactCall(*args)
     _validate.check_exact(call)
-    return _empty_outputs(call)
+    return new_outputs(call)
 
 
 @attention_backward.register_fake
@@ -134,14 +159,8 @@ def _(
     return (*_like_inputs(call, torch.empty_like), _mask_like(call, mask_grad, torch.empty_like))
 
 
-def _empty_outputs(call: _Call) -> tuple[Tensor, Tensor]:
-    batch, heads, queries, _ = call.query.shape
-    out = call.query.new_empty((batch, heads, queries, call.value.shape[3]))
-    return out, out.new_empty((batch, heads, queries), dtype=compute_dtype(out.dtype))
-
-
 def _nothing_seen(call: _Call) -> tuple[Tensor, Tensor]:
-    out, lse = _empty_outputs(call)
+    out, lse = new_outputs(call)
     return out.zero_(), lse.fill_(-torch.inf)
 
 
@@ -150,7 +169,10 @@ def _has_no_pairs(call: _Call) -> bool:
 
 
 def _conform(call: _Call, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    return out.contiguous(), lse.to(compute_dtype(call.query.dtype)).contiguous()
+    _, heads, queries, size = out.shape
+    if out.stride() != (queries * heads * size, size, heads * size, 1):
+        out = out.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+    return out, lse.to(compute_dtype(call.query.dtype)).contiguous()
 
 
 def _present(call: _Call, grad: Tensor | None) -> Tensor:

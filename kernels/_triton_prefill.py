@@ -1,12 +1,12 @@
 """Device code of the Triton prefill kernel; ``triton_prefill`` launches it.
 
-A program computes BM query rows of one query head over a list of key blocks of BN keys: those that
-all its rows see whole, for which no mask is computed, and the few that the diagonal, the left edge
-of the window or the end of the sink cuts. Positions are relative to the sample's first real key
-(``start``), so left padding costs nothing and the sink begins with block 0. Nor does a key mask
-that only says where a sample begins and ends: ``spans`` finds that out on the device, and only a
-sample with a hole has masks computed for all its blocks. Scores are kept in units of log 2, so
-that a softmax weight is one fused multiply-add and one exp2.
+A program computes BM query rows, of one query head or of PACK heads that read the same keys, over
+a list of key blocks of BN keys: those that all its rows see whole, for which no mask is computed,
+and the few that the diagonal, the left edge of the window or the end of the sink cuts. Positions
+are relative to the sample's first real key (``start``), so left padding costs nothing and the sink
+begins with block 0. Nor does a key mask that only says where a sample begins and ends: ``spans``
+finds that out on the device, and only a sample with a hole has masks computed for all its blocks.
+Scores are kept in units of log 2, so that a softmax weight is one fused multiply-add and one exp2.
 """
 
 from __future__ import annotations
@@ -14,19 +14,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from elastic_compile.kernels._triton_common import key_range, sparse_units
+
 _NO_WINDOW = tl.constexpr(1 << 30)
+_LEAST_SCALE = tl.constexpr(1e-37)  # as _gpu.LEAST_SCALE
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _sparse_units(route, first, units, kv_heads, stride_rb, stride_rh, SCAN: tl.constexpr):
-    """For SCAN units (sample, kv head): 1 where the class is sparse, and 1 where it is full."""
-    unit = first + tl.arange(0, SCAN)
-    exists = unit < units
-    where = (unit // kv_heads) * stride_rb + (unit % kv_heads) * stride_rh
-    sparse = tl.load(route + where, mask=exists, other=0) != 0
-    return sparse.to(tl.int32), (exists & (sparse == 0)).to(tl.int32)
 
 
 @triton.jit
@@ -39,32 +32,35 @@ def _choose_tile(
     tiles,
     even_tiles,
     section,
-    GROUP: tl.constexpr,
+    LANES: tl.constexpr,
     FULL_STREAMS: tl.constexpr,
     SPARSE_STREAMS: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """What a program computes: unit, query head of its group, row tile, and whether it streams.
+    """What a program computes: unit, lane of its group, row tile, and whether it streams.
+
+    A lane is a query head of the group, or PACK of them.
 
     Programs start in the order of their ids, so this order is the schedule, heaviest first: the
     tiles of full heads that see more than sink + local keys, last rows first, in sections of units
-    whose keys and values share the L2 cache; then those of streaming heads; then the first
-    ``even_tiles`` of all heads, which see the same keys in both modes. Query heads of a group are
-    neighbours throughout, since they read the same keys.
+    whose keys and values share the L2 cache; then those of streaming heads, all heads of a row tile
+    together, since their queries are neighbours in memory; then the first ``even_tiles`` of all
+    heads, which see the same keys in both modes. Query heads of a group are neighbours throughout,
+    since they read the same keys.
     """
     pid = tl.program_id(0)
-    per_unit = GROUP * (tiles - even_tiles)
+    per_unit = LANES * (tiles - even_tiles)
     MIXED: tl.constexpr = FULL_STREAMS != SPARSE_STREAMS
     full_units = units
     if FULL_STREAMS and SPARSE_STREAMS:
         full_units = units * 0
     if MIXED:
-        sparse, full = _sparse_units(route, 0, units, kv_heads, stride_rb, stride_rh, SCAN)
+        sparse, full = sparse_units(route, 0, units, kv_heads, stride_rb, stride_rh, SCAN)
         if FULL_STREAMS:
             sparse, full = full, sparse
         full_units = tl.sum(full, 0)
         for first in range(SCAN, units, SCAN):
-            more_sparse, more_full = _sparse_units(
+            more_sparse, more_full = sparse_units(
                 route, first, units, kv_heads, stride_rb, stride_rh, SCAN
             )
             full_units += tl.sum(more_sparse if FULL_STREAMS else more_full, 0)
@@ -75,24 +71,25 @@ def _choose_tile(
 
     in_section = pid % tl.maximum(section * per_unit, 1)
     section_first = pid // tl.maximum(section * per_unit, 1) * section
-    width = tl.maximum(tl.minimum(section, full_units - section_first) * GROUP, 1)
+    width = tl.maximum(tl.minimum(section, full_units - section_first) * LANES, 1)
     in_sparse = pid - full_tiles
     in_even = pid - heavy_tiles
+    sparse_width = tl.maximum((units - full_units) * LANES, 1)
     rank = tl.where(
         in_full,
-        section_first + in_section % width // GROUP,
-        in_sparse // tl.maximum(per_unit, 1),
+        section_first + in_section % width // LANES,
+        in_sparse % sparse_width // LANES,
     )
     tile = tl.where(
         in_full,
         tiles - 1 - in_section // width,
         tl.where(
             in_heavy,
-            tiles - 1 - in_sparse % tl.maximum(per_unit, 1) // GROUP,
-            even_tiles - 1 - in_even // (units * GROUP),
+            tiles - 1 - in_sparse // sparse_width,
+            even_tiles - 1 - in_even // (units * LANES),
         ),
     )
-    lane = tl.where(in_full, in_section, tl.where(in_heavy, in_sparse, in_even)) % GROUP
+    lane = tl.where(in_full, in_section, tl.where(in_heavy, in_sparse, in_even)) % LANES
 
     unit = rank
     if MIXED:
@@ -101,7 +98,7 @@ def _choose_tile(
         unit = tl.sum(tl.where((count == rank + 1) & (member == 1), tl.arange(0, SCAN), 0), 0)
         seen = tl.sum(member, 0)
         for first in range(SCAN, units, SCAN):
-            more_sparse, more_full = _sparse_units(
+            more_sparse, more_full = sparse_units(
                 route, first, units, kv_heads, stride_rb, stride_rh, SCAN
             )
             if FULL_STREAMS:
@@ -111,50 +108,8 @@ def _choose_tile(
             hit = (count == rank + 1) & (member == 1)
             unit += tl.sum(tl.where(hit, first + tl.arange(0, SCAN), 0), 0)
             seen += tl.sum(member, 0)
-    unit = tl.where(in_heavy, unit, in_even % (units * GROUP) // GROUP)
+    unit = tl.where(in_heavy, unit, in_even % (units * LANES) // LANES)
     return unit, lane, tile, in_heavy & (pid >= full_tiles)
-
-
-@triton.jit
-def _key_range(sample, start, kv_len, stride_start, stride_len, held):
-    """First real column of a sample, and the column after the last filled one."""
-    first = sample * 0
-    if start is not None:
-        first = tl.load(start + sample * stride_start).to(tl.int32)
-        first = tl.minimum(tl.maximum(first, 0), held)
-    filled = sample * 0 + held
-    if kv_len is not None:
-        filled = tl.minimum(tl.load(kv_len + sample * stride_len).to(tl.int32), held)
-    return first, filled
-
-
-@triton.jit(do_not_specialize=["stride_mb", "stride_start", "stride_len", "held"])
-def spans(
-    key_mask,
-    start,
-    kv_len,
-    span,
-    stride_mb,
-    stride_ms,
-    stride_start,
-    stride_len,
-    held,
-    BLOCK: tl.constexpr,
-):
-    """What the mask of a sample says, int32 [B, 2]: the column after its last real key, and whether
-    a key before that is not real."""
-    sample = tl.program_id(0)
-    first, filled = _key_range(sample, start, kv_len, stride_start, stride_len, held)
-    row = key_mask + sample.to(tl.int64) * stride_mb
-    count = sample * 0
-    last = first
-    for begin in range(first, filled, BLOCK):
-        column = begin + tl.arange(0, BLOCK)
-        real = tl.load(row + column.to(tl.int64) * stride_ms, mask=column < filled, other=0) != 0
-        count += tl.sum(real.to(tl.int32), 0)
-        last = tl.maximum(last, tl.max(tl.where(real, column + 1, 0), 0))
-    tl.store(span + sample * 2, last)
-    tl.store(span + sample * 2 + 1, (count != last - first).to(tl.int32))
 
 
 @triton.jit
@@ -173,6 +128,7 @@ def _cut_block(t, sink_cut, left_cut, sink_whole, edge, diagonal):
 @triton.jit
 def _load_block(
     rows,
+    place,
     offsets,
     columns,
     n,
@@ -183,9 +139,14 @@ def _load_block(
     TMA: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Keys or values n ... n + SIZE - 1; zeros past the last key and past the head size."""
+    """Keys or values n ... n + SIZE - 1 of a sample and kv head, whose first key is at ``place``.
+
+    Zeros past the head size. What lies past the sample's last key is zero by pointers; by TMA only
+    where the tensor ends there.
+    """
     if TMA:
-        block = rows.load([n, 0])
+        sample, kv_head, first = place
+        block = tl.reshape(rows.load([sample, kv_head, first + n, 0]), [SIZE, columns.shape[0]])
     else:
         where = rows + n.to(tl.int64) * stride + offsets
         inside = (columns < WIDTH)[None, :]
@@ -224,11 +185,16 @@ def _visible(
 
 
 @triton.jit
-def _silence(block, n, keys, mask_row, stride_ms, BN: tl.constexpr):
-    """Zeros where a key is not real: a weight of zero does not silence a NaN."""
-    if mask_row is not None:
+def _silence(block, n, keys, mask_row, stride_ms, BN: tl.constexpr, UNFILLED: tl.constexpr):
+    """Zeros where a key is not real: a weight of zero does not silence a NaN.
+
+    UNFILLED: the block may hold what lies past the last key.
+    """
+    if mask_row is not None or UNFILLED:
         j = n + tl.arange(0, BN)
-        real = tl.load(mask_row + j.to(tl.int64) * stride_ms, mask=j < keys, other=0) != 0
+        real = j < keys
+        if mask_row is not None:
+            real = tl.load(mask_row + j.to(tl.int64) * stride_ms, mask=real, other=0) != 0
         block = tl.where(real[:, None], block, tl.zeros_like(block))
     return block
 
@@ -351,6 +317,7 @@ def prefill(
     even_tiles,
     section,
     GROUP: tl.constexpr,
+    PACK: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     BD: tl.constexpr,
@@ -365,7 +332,7 @@ def prefill(
     SPLIT_SUMS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One row tile of one query head. Optional pointers and ``softcap`` are None when absent.
+    """One row tile of PACK query heads. Optional pointers and ``softcap`` are None when absent.
 
     ``held``: keys that the key tensor has room for; ``tiles``: row tiles of a head; for
     ``even_tiles`` and ``section`` see ``_choose_tile``; BD, BDV: head sizes rounded up to powers
@@ -380,7 +347,7 @@ def prefill(
         tiles,
         even_tiles,
         section,
-        GROUP,
+        GROUP // PACK,
         FULL_STREAMS,
         SPARSE_STREAMS,
         SCAN,
@@ -388,14 +355,16 @@ def prefill(
     STREAMS: tl.constexpr = FULL_STREAMS or SPARSE_STREAMS
     sample = unit // kv_heads
     kv_head = unit % kv_heads
-    head = kv_head * GROUP + lane
-
-    rows = tile * BM + tl.arange(0, BM)
+    # Row r of the tile: row r % SPAN of head r // SPAN.
+    SPAN: tl.constexpr = BM // PACK
+    head = kv_head * GROUP + lane * PACK + tl.arange(0, BM) // SPAN
+    rows = tile * SPAN + tl.arange(0, BM) % SPAN
     columns = tl.arange(0, BD)
     value_columns = tl.arange(0, BDV)
-    query += sample.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
+    query += sample.to(tl.int64) * stride_qb
+    row_starts = head.to(tl.int64) * stride_qh + rows.to(tl.int64) * stride_qs
     q = tl.load(
-        query + rows.to(tl.int64)[:, None] * stride_qs + columns[None, :],
+        query + row_starts[:, None] + columns[None, :],
         mask=(rows < queries)[:, None] & (columns < D)[None, :],
         other=0.0,
     )
@@ -403,14 +372,14 @@ def prefill(
     # Keys [first, first + keys) of the sample are real; row i sits at shift + i, counted from them.
     # Without a mask no row sits behind the last key: causality alone keeps rows off what was never
     # filled. With one they may (right padding).
-    first, filled = _key_range(sample, start, kv_len, stride_start, stride_len, held)
+    first, filled = key_range(sample, start, kv_len, stride_start, stride_len, held)
     last = filled
     if key_mask is not None:
         last = tl.load(span + sample * 2)
     keys = tl.maximum(last - first, 0)
     shift = filled - queries - first
-    lowest = shift + tile * BM
-    highest = shift + tl.minimum(tile * BM + BM, queries) - 1
+    lowest = shift + tile * SPAN
+    highest = shift + tl.minimum(tile * SPAN + SPAN, queries) - 1
     end = tl.minimum(highest + 1, keys)
 
     # Block indices: sink [0, sink_whole) whole, [sink_whole, sink_all) cut; window [edge, inner)
@@ -445,7 +414,7 @@ def prefill(
         gain = tl.load(scale_tensor).to(tl.float32)
         # The running maximum is taken before the scale, which therefore must not be negative.
         q = (q * tl.where(gain < 0, -1.0, 1.0)).to(q.dtype)
-        gain = tl.abs(gain)
+        gain = tl.maximum(tl.abs(gain), _LEAST_SCALE)
     rate = gain
     cap = softcap
     if softcap is not None:
@@ -455,43 +424,51 @@ def prefill(
     else:
         gain = gain * _LOG2E
 
-    key += sample.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
-    key += first.to(tl.int64) * stride_ks
-    value += sample.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
-    value += first.to(tl.int64) * stride_vs
+    place = (sample, kv_head, first)
     key_offsets = tl.arange(0, BN)[:, None] * stride_ks + columns[None, :]
     value_offsets = tl.arange(0, BN)[:, None] * stride_vs + value_columns[None, :]
-    if TMA:
-        bound = tl.maximum(keys, 1)
-        key = tl.make_tensor_descriptor(key, [bound, D], [stride_ks, 1], [BN, BD])
-        value = tl.make_tensor_descriptor(value, [bound, DV], [stride_vs, 1], [BN, BDV])
+    UNFILLED: tl.constexpr = TMA and kv_len is not None
+    if not TMA:
+        key += sample.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
+        key += first.to(tl.int64) * stride_ks
+        value += sample.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
+        value += first.to(tl.int64) * stride_vs
 
-    position = lowest + tl.arange(0, BM)
+    position = lowest + tl.arange(0, BM) % SPAN
     top = tl.full([BM], -float("inf"), tl.float32)
     total = _no_weights(BM, SPLIT_SUMS)
     acc = tl.zeros([BM, BDV], tl.float32)
     if OVERLAP:
         # The values lag one block behind, so that their products run on the tensor cores during
-        # the next block's softmax. The last diagonal block, which always exists, goes first.
-        before = (diagonal + tl.maximum(cut - left_cut - 1, 0)) * BN
+        # the next block's softmax.
+        ahead = tl.minimum(whole, 1)
+        before = tl.where(
+            whole > 0,
+            _whole_block(0, sink_whole, inner),
+            _cut_block(0, sink_cut, left_cut, sink_whole, edge, diagonal),
+        )
+        before = before * BN
         p = tl.zeros([BM, BN], tl.float32)
         shrink = tl.zeros([BM], tl.float32)
         # The condition also ends the life of this block's shared memory before the loop begins.
         if end > 0:
             k = _load_block(
-                key, key_offsets, columns, before, stride_ks, keys, BN, D, TMA, WHOLE=False
+                key, place, key_offsets, columns, before, stride_ks, keys, BN, D, TMA, WHOLE=False
             )
             s = tl.dot(q, k.T, input_precision=PRECISION)
             visible = _visible(
                 before, position, keys, reach, sink, mask_row, stride_ms, BN, STREAMS
             )
             p, top, total, shrink = _softmax_cut(s, visible, top, total, gain, rate, cap)
-        for t in tl.range(0, whole):
+        for t in tl.range(1, whole):
             n = _whole_block(t, sink_whole, inner) * BN
-            k = _load_block(key, key_offsets, columns, n, stride_ks, keys, BN, D, TMA, WHOLE=True)
+            k = _load_block(
+                key, place, key_offsets, columns, n, stride_ks, keys, BN, D, TMA, WHOLE=True
+            )
             s = tl.dot(q, k.T, input_precision=PRECISION)
             v = _load_block(
                 value,
+                place,
                 value_offsets,
                 value_columns,
                 before,
@@ -500,18 +477,21 @@ def prefill(
                 BN,
                 DV,
                 TMA,
-                WHOLE=False,
+                WHOLE=True,
             )
             acc = acc * shrink[:, None]
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
             p, top, total, shrink = _softmax_whole(s, top, total, gain, rate, cap)
             before = n
-        for t in tl.range(0, cut - 1):
+        for t in tl.range(1 - ahead, cut):
             n = _cut_block(t, sink_cut, left_cut, sink_whole, edge, diagonal) * BN
-            k = _load_block(key, key_offsets, columns, n, stride_ks, keys, BN, D, TMA, WHOLE=False)
+            k = _load_block(
+                key, place, key_offsets, columns, n, stride_ks, keys, BN, D, TMA, WHOLE=False
+            )
             s = tl.dot(q, k.T, input_precision=PRECISION)
             v = _load_block(
                 value,
+                place,
                 value_offsets,
                 value_columns,
                 before,
@@ -522,7 +502,7 @@ def prefill(
                 TMA,
                 WHOLE=False,
             )
-            v = _silence(v, before, keys, mask_row, stride_ms, BN)
+            v = _silence(v, before, keys, mask_row, stride_ms, BN, UNFILLED)
             acc = acc * shrink[:, None]
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
             visible = _visible(n, position, keys, reach, sink, mask_row, stride_ms, BN, STREAMS)
@@ -530,31 +510,47 @@ def prefill(
             before = n
         acc = acc * shrink[:, None]
         v = _load_block(
-            value, value_offsets, value_columns, before, stride_vs, keys, BN, DV, TMA, WHOLE=False
+            value,
+            place,
+            value_offsets,
+            value_columns,
+            before,
+            stride_vs,
+            keys,
+            BN,
+            DV,
+            TMA,
+            WHOLE=False,
         )
-        v = _silence(v, before, keys, mask_row, stride_ms, BN)
+        v = _silence(v, before, keys, mask_row, stride_ms, BN, UNFILLED)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     else:
         for t in tl.range(0, whole):
             n = _whole_block(t, sink_whole, inner) * BN
-            k = _load_block(key, key_offsets, columns, n, stride_ks, keys, BN, D, TMA, WHOLE=True)
+            k = _load_block(
+                key, place, key_offsets, columns, n, stride_ks, keys, BN, D, TMA, WHOLE=True
+            )
             s = tl.dot(q, k.T, input_precision=PRECISION)
             p, top, total, shrink = _softmax_whole(s, top, total, gain, rate, cap)
             v = _load_block(
-                value, value_offsets, value_columns, n, stride_vs, keys, BN, DV, TMA, WHOLE=True
-            )
+                value, place, value_offsets, value_columns, n, stride_vs, keys, BN, DV, TMA,
+                WHOLE=True,
+            )  # fmt: skip
             acc = acc * shrink[:, None]
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         for t in tl.range(0, cut):
             n = _cut_block(t, sink_cut, left_cut, sink_whole, edge, diagonal) * BN
-            k = _load_block(key, key_offsets, columns, n, stride_ks, keys, BN, D, TMA, WHOLE=False)
+            k = _load_block(
+                key, place, key_offsets, columns, n, stride_ks, keys, BN, D, TMA, WHOLE=False
+            )
             s = tl.dot(q, k.T, input_precision=PRECISION)
             visible = _visible(n, position, keys, reach, sink, mask_row, stride_ms, BN, STREAMS)
             p, top, total, shrink = _softmax_cut(s, visible, top, total, gain, rate, cap)
             v = _load_block(
-                value, value_offsets, value_columns, n, stride_vs, keys, BN, DV, TMA, WHOLE=False
-            )
-            v = _silence(v, n, keys, mask_row, stride_ms, BN)
+                value, place, value_offsets, value_columns, n, stride_vs, keys, BN, DV, TMA,
+                WHOLE=False,
+            )  # fmt: skip
+            v = _silence(v, n, keys, mask_row, stride_ms, BN, UNFILLED)
             acc = acc * shrink[:, None]
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
@@ -573,11 +569,14 @@ def prefill(
     acc = tl.where(empty[:, None], 0.0, acc / total[:, None])
 
     written = rows < queries
-    first_row = (sample.to(tl.int64) * (kv_heads * GROUP) + head) * queries
+    heads = kv_heads * GROUP
     log = tl.where(empty, -float("inf"), (top + tl.math.log2(total)) * _LN2)
-    tl.store(lse + first_row + rows, log, mask=written)
+    first_log = sample.to(tl.int64) * heads * queries
+    tl.store(lse + first_log + head.to(tl.int64) * queries + rows, log, mask=written)
+    # [B, Sq, Hq, Dv] in memory.
+    written_at = (sample.to(tl.int64) * queries + rows) * heads + head
     tl.store(
-        out + first_row * DV + rows.to(tl.int64)[:, None] * DV + value_columns[None, :],
+        out + written_at[:, None] * DV + value_columns[None, :],
         acc.to(out.dtype.element_ty),
         mask=written[:, None] & (value_columns < DV)[None, :],
     )

@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from elastic_compile.kernels._call import BLOCKS, MODES, AttentionCall, ExactCall
+from elastic_compile.kernels._call import BLOCKS, MODES, AttentionCall, ExactCall, RouteCall
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -52,6 +52,40 @@ def check_exact(call: ExactCall) -> None:
             "attn_mask must be 4-D and broadcast to [B, Hq, Sq, Skv] = "
             f"{list(full)}, got {list(mask.shape)}"
         )
+
+
+def check_route(call: RouteCall) -> None:
+    """As :func:`check_attention`, for ``route``."""
+    tap, mask, end, forced = call.tap, call.key_mask, call.end, call.forced
+    if tap.dim() != 4:
+        _fail(f"tap must be 4-D [B, H, S, D], got {list(tap.shape)}")
+    batch, heads, length, size = tap.shape
+    if call.pool_tokens < 1:
+        _fail(f"pool_tokens is {call.pool_tokens}; allowed: 1 or more")
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            raise TypeError(f"key_mask must be bool (True = real), got {mask.dtype}")
+        if mask.dim() != 2 or mask.shape[0] not in (1, batch) or mask.shape[1] != length:
+            _fail(f"key_mask must be [B, S] = [{batch}, {length}], got {list(mask.shape)}")
+    if end is not None:
+        _require_integer("end", end)
+        if end.dim() != 1 or end.shape[0] not in (1, batch):
+            _fail(f"end must have shape [B] = [{batch}], got {list(end.shape)}")
+    if forced.dtype != torch.int32:
+        raise TypeError(f"forced must be int32, got {forced.dtype}")
+    if forced.dim() != 2 or forced.shape[0] not in (1, batch) or forced.shape[1] != heads:
+        _fail(f"forced must be [1 or B, H] = [{batch}, {heads}], got {list(forced.shape)}")
+    if len(call.weights) != 10:
+        _fail(f"weights must be weight and bias of five linears, got {len(call.weights)} tensors")
+    hidden = call.weights[0].shape[0]
+    wide, deep = ((hidden, size), (hidden,)), ((size, hidden), (size,))
+    shapes = (*wide, *deep, *wide, *deep, (2, size), (2,))
+    for index, (weight, shape) in enumerate(zip(call.weights, shapes, strict=True)):
+        if tuple(weight.shape) != shape:
+            _fail(f"weights[{index}] must have shape {list(shape)}, got {list(weight.shape)}")
+    for tensor in (mask, end, forced, *call.weights):
+        if tensor is not None and tensor.device != tap.device:
+            _fail(f"all inputs must be on the tap's device {tap.device}, got {tensor.device}")
 
 
 def _check_tensors(call: AttentionCall | ExactCall) -> None:

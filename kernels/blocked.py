@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from elastic_compile.kernels import reference
-from elastic_compile.kernels._call import AttentionCall, compute_dtype
+from elastic_compile.kernels._call import AttentionCall, compute_dtype, new_outputs
 
 _BLOCK_SCORES = 1 << 26
 """Most scores a block holds at once, unless a single row has more."""
@@ -27,9 +27,7 @@ def supports(call: AttentionCall) -> tuple[bool, str]:
 
 def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Returns output [B, Hq, Sq, Dv] and log-sum-exp [B, Hq, Sq]."""
-    batch, heads, queries, _ = call.query.shape
-    out = call.query.new_empty(batch, heads, queries, call.value.shape[3])
-    lse = out.new_empty(batch, heads, queries, dtype=compute_dtype(out.dtype))
+    out, lse = new_outputs(call)
     for rows, part in _blocks(call):
         out[:, :, rows], lse[:, :, rows] = reference.forward(part)
     return out, lse

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from elastic_compile.kernels import _sdpa_cpu, _tile
-from elastic_compile.kernels._call import BLOCKS, STREAMING, AttentionCall, compute_dtype
+from elastic_compile.kernels._call import (
+    BLOCKS,
+    STREAMING,
+    AttentionCall,
+    compute_dtype,
+    new_outputs,
+)
 from elastic_compile.kernels._segments import Segment, segments
 
 _TILE_SCORES = 1 << 21
@@ -30,10 +36,9 @@ def supports(call: AttentionCall) -> tuple[bool, str]:
 
 def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Returns output [B, Hq, Sq, Dv] and log-sum-exp [B, Hq, Sq]."""
-    batch, heads, rows, _ = call.query.shape
-    dtype = compute_dtype(call.query.dtype)
-    out = call.query.new_zeros(batch, heads, rows, call.value.shape[3])
-    lse = call.query.new_full((batch, heads, rows), -torch.inf, dtype=dtype)
+    out, lse = new_outputs(call)
+    out.zero_()
+    lse.fill_(-torch.inf)
     for segment in segments(call):
         if _needs_tiles(call, segment):
             for work in _tiles(call, segment):

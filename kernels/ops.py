@@ -10,12 +10,15 @@ full or to sparse attention, and one call serves all heads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from elastic_compile.kernels import _library
-from elastic_compile.kernels._dispatch import default_implementation
+from elastic_compile.kernels._dispatch import default_implementation, fuses_routes
 
-__all__ = ["attention", "default_implementation", "exact_attention"]
+__all__ = ["attention", "default_implementation", "exact_attention", "fuses_routes", "route"]
 
 
 def attention(
@@ -97,7 +100,7 @@ def attention(
             variable ``ELASTIC_COMPILE_KERNEL`` overrides) or a name, which never falls back.
 
     Returns:
-        out: [B, Hq, Sq, Dv] in the query's dtype, contiguous.
+        out: [B, Hq, Sq, Dv] in the query's dtype, a transposed view of contiguous [B, Sq, Hq, Dv].
         lse: [B, Hq, Sq], natural log of the softmax's denominator (before dropout, learned sinks
             included), float32 (float64 for float64 inputs), contiguous.
 
@@ -189,6 +192,50 @@ def exact_attention(
         dropout_p,
         dropout_seed,
     )
+    return result
+
+
+def route(
+    tap: Tensor,
+    weights: Sequence[Tensor],
+    forced: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    end: Tensor | None = None,
+    pool_tokens: int,
+    route_bias: float = 0.0,
+) -> Tensor:
+    """Pool the ends of a prompt, run a router on them and decide, in one launch.
+
+    The fused form of what :mod:`elastic_compile.router` writes out in torch: ``boundary_pool``,
+    ``AttentionRouter`` and ``decide``, computed in float32. There is one implementation, Triton's:
+    ask :func:`fuses_routes` first. Not differentiable: the result is integers.
+
+    Args:
+        tap: Key hidden states before rotary embedding, [B, H, S, D], float32, bfloat16 or float16;
+            any strides, also of the last dimension: nothing is copied. What is not real may hold
+            anything, NaN included.
+        weights: Weight and bias of ``task.0``, ``task.2``, ``router.0``, ``router.2`` and
+            ``router.4``: [mD, D], [mD], [D, mD], [D], the same again, [2, D], [2]; float32,
+            bfloat16 or float16. Those that are not contiguous are copied.
+        forced: int32 [1 or B, H]: routes that are given; below 0 where the router decides.
+        key_mask: bool [1 or B, S], True = real; all real when omitted.
+        end: int [1 or B], column after the last real one, clamped to [0, S]; S when omitted.
+        pool_tokens: Real tokens pooled at each end, at least 1; each counts once.
+        route_bias: Added to the sparse logit.
+
+    Returns:
+        int32 [B, H], contiguous: ``forced``, else 1 where the sparse logit is larger, else 0 (ties
+        and NaN as well).
+
+    Raises:
+        ValueError: Shapes or options that mean nothing, or a call that the kernel does not serve.
+        TypeError: Wrong dtypes.
+    """
+    with torch.no_grad():
+        result: Tensor = _library.route(
+            tap, key_mask, end, forced, list(weights), pool_tokens, route_bias
+        )
     return result
 
 

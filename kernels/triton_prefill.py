@@ -3,15 +3,16 @@
 Every program reads the route of its kv head on the device, so nothing waits for the host and a
 captured CUDA graph follows new routes. Lengths are run-time arguments: no compilation per length.
 Where the chip has a tensor memory accelerator (sm_90 and later) and the strides allow it, keys and
-values come through TMA descriptors that end at the sample's last key; elsewhere through pointers.
+values come through TMA descriptors; elsewhere through pointers.
 Triton itself is imported by the first call.
 """
 
 from __future__ import annotations
 
-import contextvars
+import contextlib
 import functools
 import importlib.util
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_compile.kernels._call import BLOCKS, STREAMING, AttentionCall
+from elastic_compile.kernels import _gpu
+from elastic_compile.kernels._call import BLOCKS, STREAMING, AttentionCall, new_outputs
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_HEAD = 256
 _MAX_KEYS = 1 << 30
-_L2_SHARE = 0.6
-_DEFAULT_L2 = 40 << 20
-_SPAN_BLOCK = 4096
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,8 @@ class Config:
 
     Attributes:
         rows: Query rows of a program, a power of two, at least 16.
+        pack: Query heads that share a program and its rows, a power of two; at most as many as
+            divide the group. Fewer positions a tile means fewer keys that only some rows see.
         keys: Keys of a block, a power of two, at least 16.
         warps: Warps of a program.
         stages: Blocks of keys and values in flight.
@@ -51,6 +52,7 @@ class Config:
     overlap: bool = False
     tma: bool = True
     split_sums: bool = True
+    pack: int = 1
 
 
 def select_config(
@@ -67,6 +69,7 @@ def select_config(
     Measured on an H200 (bfloat16, 32 query heads, 8 kv heads, D = 64, 128 and 256). For D = 128,
     eight warps with overlap are the fastest where all heads are full; two programs of four warps
     on a multiprocessor, where one computes while the other begins or ends, where heads stream.
+    Two heads in a tile of 64 positions halve the keys that only some rows see.
 
     Args:
         head_size: The larger of D and Dv.
@@ -85,15 +88,17 @@ def select_config(
     if queries <= 64:
         rows, keys = (16 if queries <= 16 else 64), (64 if head_size <= 128 else 32)
         stages = 3 if head_size <= 128 and capability[0] == 9 else 2
-        return Config(rows, keys, warps=4, stages=stages, tma=tma)
+        # Rows that one head leaves empty serve the others of its group.
+        pack = rows // _padded_rows(queries)
+        return Config(rows, keys, warps=4, stages=stages, tma=tma, pack=pack)
     if tma and capability[0] == 9:
         if head_size <= 64:
-            return Config(rows=128, keys=64, warps=4, stages=3, overlap=True, split_sums=False)
+            return Config(rows=128, keys=64, warps=4, stages=3, overlap=True, pack=2)
         if head_size <= 128 and streams:
-            return Config(rows=128, keys=64, warps=4, stages=2)
+            return Config(rows=128, keys=64, warps=4, stages=2, pack=2)
         if head_size <= 128:
             return Config(rows=128, keys=128, warps=8, stages=3, overlap=True)
-        return Config(rows=128, keys=64, warps=8, stages=2, overlap=True)
+        return Config(rows=128, keys=64, warps=8, stages=2, overlap=True, pack=2)
     if head_size <= 64:
         return Config(rows=128, keys=64, warps=4, stages=2, tma=tma)
     if head_size <= 128:
@@ -111,7 +116,7 @@ def supports(call: AttentionCall) -> tuple[bool, str]:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not query.is_cuda and not interpreted:
         return False, f"needs a GPU, the inputs are on {query.device}"
-    if query.is_cuda and _capability(query.device)[0] < 8:
+    if query.is_cuda and _gpu.capability(query.device)[0] < 8:
         return False, "needs compute capability 8.0 or later"
     if query.dtype not in _DTYPES:
         return False, f"dtype {query.dtype} is not supported"
@@ -138,8 +143,8 @@ def forward(call: AttentionCall, config: Config | None = None) -> tuple[Tensor, 
         config: Overrides :func:`select_config`.
 
     Returns:
-        Output [B, Hq, Sq, Dv] in the query's dtype and log-sum-exp [B, Hq, Sq] in float32, both
-        contiguous.
+        Output [B, Hq, Sq, Dv] in the query's dtype, [B, Sq, Hq, Dv] in memory, and log-sum-exp
+        [B, Hq, Sq] in float32.
     """
     query, scale = call.query, call.scale
     if scale is None:
@@ -153,25 +158,26 @@ def forward(call: AttentionCall, config: Config | None = None) -> tuple[Tensor, 
     full_streams, sparse_streams = (
         mode == STREAMING and not call.uniform for mode in (call.full_mode, call.sparse_mode)
     )
-    tma = _tma_fits(key) and _tma_fits(value)
+    tma = _gpu.tma_fits(key) and _gpu.tma_fits(value)
     if config is None:
         config = select_config(
             max(head_size, value_size),
             query.dtype,
-            _capability(query.device) if query.is_cuda else (8, 0),
+            _gpu.capability(query.device) if query.is_cuda else (8, 0),
             queries,
             streams=full_streams or sparse_streams,
             tma=tma,
         )
 
-    out = query.new_empty((batch, heads, queries, value_size))
-    lse = query.new_empty((batch, heads, queries), dtype=torch.float32)
+    out, lse = new_outputs(call)
     units, group = batch * kv_heads, heads // kv_heads
-    tiles = -(-queries // config.rows)
+    pack = math.gcd(group, config.pack)
+    span = config.rows // pack
+    tiles = -(-queries // span)
     even_tiles = 0
     if full_streams or sparse_streams:
         # Tiles whose last row, at its latest position, still sees all keys before it.
-        even_tiles = (call.sink + call.local - (held - queries)) // config.rows
+        even_tiles = (call.sink + call.local - (held - queries)) // span
         even_tiles = min(max(even_tiles, 0), tiles)
     start, kv_len, mask = call.start, call.kv_len, call.key_mask
     arguments = dict(
@@ -184,10 +190,10 @@ def forward(call: AttentionCall, config: Config | None = None) -> tuple[Tensor, 
         start=start,
         kv_len=kv_len,
         key_mask=None if mask is None else mask.view(torch.uint8),
-        span=None if mask is None else mask.new_empty((batch, 2), dtype=torch.int32),
+        span=None,
         learned_sinks=call.sinks,
         scale_tensor=call.scale_tensor,
-        scale=float(scale),
+        scale=max(float(scale), _gpu.LEAST_SCALE),
         softcap=call.softcap,
         stride_rb=call.route.stride(0),
         stride_rh=call.route.stride(1),
@@ -203,8 +209,9 @@ def forward(call: AttentionCall, config: Config | None = None) -> tuple[Tensor, 
         local=min(call.local, held),
         tiles=tiles,
         even_tiles=even_tiles,
-        section=_section(key, value),
+        section=_gpu.section(key, value),
         GROUP=group,
+        PACK=pack,
         D=head_size,
         DV=value_size,
         BD=_padded(head_size),
@@ -213,7 +220,7 @@ def forward(call: AttentionCall, config: Config | None = None) -> tuple[Tensor, 
         BN=config.keys,
         FULL_STREAMS=full_streams,
         SPARSE_STREAMS=sparse_streams,
-        SCAN=_scan_width(units),
+        SCAN=_gpu.scan_width(units),
         TMA=config.tma and tma,
         OVERLAP=config.overlap,
         SPLIT_SUMS=config.split_sums,
@@ -224,89 +231,43 @@ def forward(call: AttentionCall, config: Config | None = None) -> tuple[Tensor, 
     for prefix, tensor in (("q", query), ("k", key), ("v", value)):
         for suffix, stride in zip("bhs", tensor.stride(), strict=False):
             arguments[f"stride_{prefix}{suffix}"] = stride
-    _launch(units * group * tiles, query.device, arguments)
+    if arguments["TMA"]:
+        arguments["key"] = _descriptor(key, config.keys)
+        arguments["value"] = _descriptor(value, config.keys)
+    _launch(units * (group // pack) * tiles, query.device, arguments)
     return out, lse
 
 
 def _launch(programs: int, device: torch.device, arguments: dict[str, Any]) -> None:
     from elastic_compile.kernels._triton_prefill import prefill
 
-    if device.type != "cuda":
-        _find_spans(arguments)
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        if arguments["key_mask"] is not None:
+            names = ("key_mask", "start", "kv_len")
+            arguments["span"] = _gpu.find_spans(*(arguments[name] for name in names))
         prefill[(programs,)](**arguments)
-        return
-    with torch.cuda.device(device):
-        _find_spans(arguments)
-        if arguments["TMA"]:
-            # Descriptors made on the device need scratch memory. The allocator is a context
-            # variable of Triton's: in a copied context the caller's own stays as it is.
-            contextvars.copy_context().run(_launch_with_scratch, programs, device, arguments)
-        else:
-            prefill[(programs,)](**arguments)
 
 
-def _find_spans(arguments: dict[str, Any]) -> None:
-    from elastic_compile.kernels._triton_prefill import spans
+def _descriptor(tensor: Tensor, keys: int) -> Any:
+    """A TMA descriptor of [B, Hkv, Skv, D], from which blocks of ``keys`` keys are loaded."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
-    span = arguments["span"]
-    if span is not None:
-        names = ("key_mask", "start", "kv_len", "span", "stride_mb", "stride_ms", "stride_start")
-        given = {name: arguments[name] for name in (*names, "stride_len", "held")}
-        spans[(span.shape[0],)](**given, BLOCK=_SPAN_BLOCK)
-
-
-def _launch_with_scratch(programs: int, device: torch.device, arguments: dict[str, Any]) -> None:
-    import triton
-
-    from elastic_compile.kernels._triton_prefill import prefill
-
-    def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
-        return torch.empty(size, dtype=torch.int8, device=device)
-
-    triton.set_allocator(allocate)
-    prefill[(programs,)](**arguments)
+    block = [1, 1, keys, _padded(tensor.shape[3])]
+    return TensorDescriptor(tensor, list(tensor.shape), _gpu.tma_strides(tensor), block)
 
 
 def _unit_stride(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
+def _padded_rows(queries: int) -> int:
+    return 1 << max(queries - 1, 0).bit_length()
+
+
 def _padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
-
-
-def _tma_fits(tensor: Tensor) -> bool:
-    """TMA wants sm_90 and every row of every head to begin on 16 bytes."""
-    size = tensor.element_size()
-    if not tensor.is_cuda:
-        return True
-    if _capability(tensor.device)[0] < 9 or size > 2 or tensor.data_ptr() % 16:
-        return False
-    return tensor.stride(2) > 0 and all(step * size % 16 == 0 for step in tensor.stride()[:3])
-
-
-def _scan_width(units: int) -> int:
-    """Routes that a program reads at once to find its head."""
-    return 32 if units <= 32 else 128 if units <= 128 else 1024
-
-
-def _section(key: Tensor, value: Tensor) -> int:
-    """How many kv heads are scheduled together so that their keys and values share the L2."""
-    size = key.shape[2] * (key.shape[3] + value.shape[3]) * key.element_size()
-    cache = _l2_bytes(key.device) if key.is_cuda else _DEFAULT_L2
-    return 1 << max(int(cache * _L2_SHARE) // size, 1).bit_length() - 1
 
 
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-@functools.cache
-def _l2_bytes(device: torch.device) -> int:
-    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", _DEFAULT_L2))

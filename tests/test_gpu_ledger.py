@@ -31,6 +31,12 @@ def test_the_kernels_are_those_that_passed_on_a_gpu():
     assert complaints(ledger, triton_sources()) == []
 
 
+def test_random_calls_and_the_memory_checker_are_recorded():
+    ledger = json.loads(LEDGER.read_text(encoding="utf-8"))
+    assert ledger["fuzz"]["cases"] >= 500 and isinstance(ledger["fuzz"]["seed"], int)
+    assert ledger["memcheck"]["summary"] == "ERROR SUMMARY: 0 errors"
+
+
 def test_the_recorded_tests_exist():
     ledger = json.loads(LEDGER.read_text(encoding="utf-8"))
     for name in ledger["tests"]:

@@ -1,16 +1,21 @@
 """Run the GPU tests and record which kernel sources they passed on.
 
-    python -m tests.gpu.run_ledger [PATH]
+    ELASTIC_COMPILE_FUZZ=500 python -m tests.gpu.run_ledger [PATH]
 
-Needs a CUDA GPU and pytest. Writes PATH (default: tests/gpu_ledger.json) when every test passed;
-``tests/test_gpu_ledger.py`` compares the hashes in it with the sources, where there is no GPU.
+Needs a CUDA GPU, pytest and compute-sanitizer. Writes PATH (default: tests/gpu_ledger.json) when
+every test passed and the memory checker found nothing; ``tests/test_gpu_ledger.py`` compares the
+hashes in it with the sources, where there is no GPU.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
+import re
+import shutil
+import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
@@ -19,7 +24,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.ledger import LEDGER, triton_sources
+from tests.gpu import fuzzing
+from tests.gpu.ledger import LEDGER, ROOT, triton_sources
 
 PACKAGES = ("torch", "triton", "transformers")
 
@@ -33,7 +39,8 @@ def main(path: Path) -> int:
         report = Path(folder) / "report.xml"
         options = ["-q", "-m", "gpu", f"--junitxml={report}", "--durations=8"]
         if "xdist" in sys.modules or _installed("pytest-xdist"):
-            options += ["-n", "8"]  # compilation takes most of the time
+            # Compilation takes most of the time.
+            options += ["-n", str(min(os.cpu_count() or 1, 14))]
         code = int(pytest.main([*options, str(Path(__file__).parent)]))
         cases = list(ET.parse(report).getroot().iter("testcase"))
     skipped = {
@@ -44,10 +51,15 @@ def main(path: Path) -> int:
     if code != 0:
         print("tests failed: the ledger stays as it is")
         return code
+    checked = memcheck()
+    if checked is None:
+        return 3
     ledger = {
         "sources": triton_sources(),
         "tests": sorted(_name(case) for case in cases if _name(case) not in skipped),
         "skipped": skipped,
+        "fuzz": {"seed": fuzzing.SEED, "cases": fuzzing.KINDS * fuzzing.PER_KIND},
+        "memcheck": checked,
         "card": torch.cuda.get_device_name(),
         "versions": {
             "python": platform.python_version(),
@@ -58,6 +70,24 @@ def main(path: Path) -> int:
     path.write_text(json.dumps(ledger, indent=2) + "\n", encoding="utf-8")
     print(f"{len(ledger['tests'])} passed, {len(skipped)} skipped; wrote {path}")
     return 0
+
+
+def memcheck() -> dict[str, str] | None:
+    """What compute-sanitizer says of a few small calls; None where it is missing or complains."""
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        print("compute-sanitizer is not installed: the ledger stays as it is")
+        return None
+    version = subprocess.run([tool, "--version"], capture_output=True, text=True, check=True)
+    command = [tool, "--tool", "memcheck", sys.executable, "-m", "tests.gpu.memcheck"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    print(result.stdout[-3000:] + result.stderr[-1000:])
+    summary = re.findall(r"ERROR SUMMARY: .*", result.stdout + result.stderr)
+    if result.returncode != 0 or summary != ["ERROR SUMMARY: 0 errors"]:
+        print("the memory checker found errors: the ledger stays as it is")
+        return None
+    said = re.findall(r"[Vv]ersion [0-9.]+", version.stdout)
+    return {"tool": said[0] if said else "", "summary": summary[0]}
 
 
 def _name(case: ET.Element) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from elastic_compile.kernels import _dispatch, ops
+from elastic_compile.kernels._call import AttentionCall
 from tests.kernels import cases
 from tests.kernels.cases import alternating, inputs
 
@@ -140,7 +141,7 @@ def test_results_are_made_what_the_fake_promises(tensors, registry, monkeypatch)
     _dispatch.register("fake", "tests_fake_kernel")
     leaves = [tensor.requires_grad_() for tensor in tensors]
     out, lse = ops.attention(*leaves, alternating(1, 2), kernel="fake", **LONG)
-    assert out.is_contiguous() and lse.is_contiguous()
+    assert out.transpose(1, 2).is_contiguous() and lse.is_contiguous()
     assert all(grad.is_contiguous() for grad in torch.autograd.grad(out.sum(), leaves))
 
 
@@ -195,3 +196,35 @@ assert not {"transformers", "optimum", "onnx"} & loaded, loaded
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, ""),
+        ({"scale": -0.5}, ""),
+        ({"local": 8}, "routes differ"),
+        ({"start": torch.tensor([3])}, "start is not supported"),
+        ({"kv_len": torch.tensor(80)}, "kv_len is not supported"),
+        ({"key_mask": torch.ones(1, 90, dtype=torch.bool)}, "key_mask is not supported"),
+        ({"softcap": 2.0, "sinks": torch.zeros(4)}, "softcap, sinks is not supported"),
+        ({"scale_tensor": torch.tensor(0.1)}, "scale_tensor is not supported"),
+        ({"dropout_p": 0.1, "dropout_seed": torch.tensor(1)}, "dropout_p is not supported"),
+        ({"rows": 40}, "queries that follow cached keys"),
+        ({"rows": 1}, ""),
+        ({"size": 20}, "head sizes"),
+        ({"value_size": 16}, "head sizes"),
+    ],
+    ids=str,
+)
+def test_what_sdpa_on_a_gpu_takes(options, reason):
+    """By the arguments alone; tests/gpu has what it computes."""
+    from elastic_compile.kernels import sdpa_cuda
+
+    options = {"sink": 4, "local": 100, "rows": 90, "size": 32, "value_size": None} | options
+    rows, size, value_size = (options.pop(name) for name in ("rows", "size", "value_size"))
+    query = torch.randn(1, 4, rows, size)
+    key, value = torch.randn(1, 2, 90, size), torch.randn(1, 2, 90, value_size or size)
+    call = AttentionCall(query, key, value, alternating(1, 2), **options)
+    ok, said = sdpa_cuda.supports(call)
+    assert (ok, said) == (True, "") if not reason else (not ok and reason in said)

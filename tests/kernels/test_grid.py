@@ -28,7 +28,7 @@ def check(case, heads=None):
     expected, expected_lse = oracle.attention(*arguments, heads=heads, **options)
     chosen = slice(None) if heads is None else heads
     assert out.shape == (*arguments[0].shape[:3], arguments[2].shape[3])
-    assert out.dtype == case.dtype and out.is_contiguous()
+    assert out.dtype == case.dtype and out.transpose(1, 2).is_contiguous()
     assert lse.dtype == torch.float32 and lse.is_contiguous()
     torch.testing.assert_close(
         out[:, chosen].double(), expected, rtol=0, atol=TOLERANCE[case.dtype]

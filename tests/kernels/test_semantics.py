@@ -240,7 +240,7 @@ def test_any_strides(kernel):
     )
     assert not any(view.is_contiguous() for view in views)
     out, _ = ops.attention(*views, route, **options)
-    assert out.is_contiguous()
+    assert out.transpose(1, 2).is_contiguous()
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
     one_head = key[:, :1].expand(2, 2, 90, 32)
     agree((query, one_head, one_head), route, kernel=kernel, sink=4, local=24)

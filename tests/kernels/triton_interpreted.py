@@ -5,12 +5,13 @@ chosen before Triton is imported. It multiplies bfloat16 wrongly: float32 and fl
 tests/gpu runs every dtype.
 """
 
+import dataclasses
 import os
 
 import pytest
 import torch
 
-from elastic_compile.kernels import _dispatch, ops, triton_prefill
+from elastic_compile.kernels import _dispatch, _gpu, ops, triton_prefill
 from elastic_compile.kernels._call import AttentionCall
 from elastic_compile.kernels.triton_prefill import Config
 from tests import oracle
@@ -21,6 +22,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 # Blocks much smaller than sequences, so that every kind of block occurs.
 PLAIN = Config(rows=16, keys=16, warps=4, stages=2)
 OVERLAP = Config(rows=32, keys=16, warps=4, stages=2, overlap=True, split_sums=False)
+PACKED = Config(rows=32, keys=16, warps=4, stages=2, overlap=True, pack=2)
 POINTERS = Config(rows=16, keys=16, warps=4, stages=2, tma=False)
 
 
@@ -57,7 +59,7 @@ def check(tensors, route=None, config=PLAIN, sink=5, local=13, **options):
     expected, expected_lse = oracle.attention(
         query, key, value, route, sink=sink, local=local, **options
     )
-    assert out.dtype == query.dtype and out.is_contiguous()
+    assert out.dtype == query.dtype and out.transpose(1, 2).is_contiguous()
     assert lse.dtype == torch.float32 and lse.is_contiguous()
     difference = torch.linalg.norm(out.double() - expected) / torch.linalg.norm(expected)
     assert difference < TOLERANCE[query.dtype]
@@ -91,7 +93,9 @@ def readable(tensor, options):
     return found
 
 
-configs = pytest.mark.parametrize("config", [PLAIN, OVERLAP], ids=["plain", "overlap"])
+configs = pytest.mark.parametrize(
+    "config", [PLAIN, OVERLAP, PACKED], ids=["plain", "overlap", "packed"]
+)
 
 
 @configs
@@ -111,7 +115,7 @@ def test_modes(poisoned_memory, full_mode, sparse_mode):
 @configs
 def test_left_padding(poisoned_memory, config):
     start = torch.tensor([0, 19])
-    _, empty = check(inputs(batch=2, heads=2, rows=40, keys=40), config=config, start=start)
+    _, empty = check(inputs(batch=2, heads=4, rows=40, keys=40), config=config, start=start)
     assert empty.any()
 
 
@@ -119,7 +123,7 @@ def test_left_padding(poisoned_memory, config):
 def test_chunk_in_a_static_cache(poisoned_memory, config):
     # The second sample's chunk begins before its first key; the third has no key at all.
     check(
-        inputs(batch=3, heads=2, kv_heads=2, rows=21, keys=60),
+        inputs(batch=3, heads=4, kv_heads=2, rows=21, keys=60),
         config=config,
         start=torch.tensor([7, 20, 9]),
         kv_len=torch.tensor([55, 33, 9]),
@@ -140,7 +144,7 @@ def test_holes(poisoned_memory, config):
     mask = torch.rand(2, 45) > 0.3
     mask[1, :20] = False
     check(
-        inputs(batch=2, heads=2, rows=45, keys=45),
+        inputs(batch=2, heads=4, rows=45, keys=45),
         config=config,
         key_mask=mask,
         start=torch.tensor([0, 2]),
@@ -154,7 +158,9 @@ def spanning(*ranges, length):
 
 
 @pytest.mark.parametrize(
-    "config", [PLAIN, OVERLAP, POINTERS, None], ids=["plain", "overlap", "pointers", "chosen"]
+    "config",
+    [PLAIN, OVERLAP, PACKED, POINTERS, None],
+    ids=["plain", "overlap", "packed", "pointers", "chosen"],
 )
 def test_a_mask_that_only_pads(poisoned_memory, config):
     """Left, right, both, none, all, and one sample with a hole beside them."""
@@ -163,7 +169,7 @@ def test_a_mask_that_only_pads(poisoned_memory, config):
     mask[-1, 30:34] = False
     start = torch.tensor([low for low, _ in ranges])
     _, empty = check(
-        inputs(batch=6, heads=2, rows=70, keys=70), config=config, key_mask=mask, start=start
+        inputs(batch=6, heads=4, rows=70, keys=70), config=config, key_mask=mask, start=start
     )
     assert empty[4].all() and not empty[0].any()
 
@@ -174,7 +180,7 @@ def test_a_mask_over_a_static_cache(poisoned_memory, config):
     mask = spanning((0, 90), (9, 90), (0, 40), (0, 90), length=90)
     mask[3, 10] = False
     check(
-        inputs(batch=4, heads=2, rows=24, keys=90),
+        inputs(batch=4, heads=4, rows=24, keys=90),
         config=config,
         key_mask=mask,
         start=torch.tensor([0, 9, 0, 0]),
@@ -183,25 +189,29 @@ def test_a_mask_over_a_static_cache(poisoned_memory, config):
 
 
 def test_spans_are_found_over_several_blocks(monkeypatch):
-    monkeypatch.setattr(triton_prefill, "_SPAN_BLOCK", 16)
+    monkeypatch.setattr(_gpu, "_SPAN_BLOCK", 16)
     mask = spanning((0, 70), (31, 70), (0, 33), (20, 50), (7, 7), (0, 70), length=70)
     mask[5, 40] = False
     found = []
-    real = triton_prefill._find_spans
+    real = _gpu.find_spans
 
-    def spy(arguments):
-        real(arguments)
-        found.append(arguments["span"].clone())
+    def spy(*arguments):
+        found.append(real(*arguments))
+        return found[-1]
 
-    monkeypatch.setattr(triton_prefill, "_find_spans", spy)
+    monkeypatch.setattr(_gpu, "find_spans", spy)
     start = torch.tensor([0, 31, 0, 20, 7, 0])
     check(inputs(batch=6, heads=2, rows=70, keys=70), key_mask=mask, start=start)
     assert found[0].tolist() == [[70, 0], [70, 0], [33, 0], [50, 0], [7, 0], [70, 1]]
 
 
-@pytest.mark.parametrize("group", [1, 2, 4, 7])
-def test_query_heads_to_a_kv_head(poisoned_memory, group):
-    check(inputs(heads=2 * group, rows=27, keys=27), config=OVERLAP, local=9)
+@pytest.mark.parametrize(
+    ("group", "pack"), [(1, 4), (2, 1), (2, 2), (4, 2), (4, 4), (6, 4), (7, 2)], ids=str
+)
+def test_query_heads_to_a_kv_head(poisoned_memory, group, pack):
+    """No tile packs more heads than divide the group."""
+    config = dataclasses.replace(OVERLAP, pack=pack)
+    check(inputs(heads=2 * group, rows=27, keys=27), config=config, local=9)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +248,9 @@ def test_windows_on_and_off_block_borders(poisoned_memory, sink, local):
 
 
 @pytest.mark.parametrize(
-    "scale", [-0.3, torch.tensor(0.2), torch.tensor(-0.2, dtype=torch.float64)], ids=str
+    "scale",
+    [-0.3, 0.0, torch.tensor(0.2), torch.tensor(-0.2, dtype=torch.float64), torch.tensor(0.0)],
+    ids=str,
 )
 def test_scales(poisoned_memory, scale):
     check(inputs(heads=2, rows=20, keys=33), scale=scale)
@@ -246,8 +258,8 @@ def test_scales(poisoned_memory, scale):
 
 @configs
 def test_softcap_and_learned_sinks(poisoned_memory, config):
-    tensors = inputs(batch=2, heads=2, rows=34, keys=34)
-    sinks = torch.tensor([30.0, 0.5])
+    tensors = inputs(batch=2, heads=4, rows=34, keys=34)
+    sinks = torch.tensor([30.0, 0.5, -2.0, 4.0])
     check(tensors, config=config, softcap=1.5, sinks=sinks, start=torch.tensor([0, 12]))
 
 
@@ -265,7 +277,7 @@ def test_strides():
 @pytest.mark.parametrize("width", [16, 32])
 def test_the_schedule_covers_every_head_once(poisoned_memory, monkeypatch, width):
     """With routes read in one go, and in two."""
-    monkeypatch.setattr(triton_prefill, "_scan_width", lambda units: width)
+    monkeypatch.setattr(_gpu, "scan_width", lambda units: width)
     tensors = inputs(batch=5, heads=4, kv_heads=4, rows=17, keys=17, size=16)
     route = (torch.rand(5, 4) < 0.4).to(torch.int32)
     check(tensors, route=route, sink=2, local=6)
@@ -304,3 +316,16 @@ def test_other_dtypes_and_large_heads_are_declined():
     ):
         ok, said = triton_prefill.supports(arguments(*tensors, alternating(1, 2), 5, 13))
         assert not ok and reason in said
+
+
+@pytest.mark.parametrize("width", [16, 64])
+@pytest.mark.parametrize("full_streams", [False, True])
+def test_units_are_sorted_by_route(monkeypatch, width, full_streams):
+    monkeypatch.setattr(_gpu, "scan_width", lambda units: width)
+    for route in (torch.rand(7, 6) < 0.4, torch.zeros(3, 8), torch.ones(3, 8), torch.ones(1, 1)):
+        route = route.to(torch.int32)
+        order = _gpu.sort_units(route.T.contiguous().T, full_streams=full_streams).tolist()
+        streams = (route.flatten() != 0) != full_streams
+        first, then = (streams == value for value in (False, True))
+        wanted = [*first.nonzero()[:, 0].tolist(), *then.nonzero()[:, 0].tolist()]
+        assert order == [*wanted, int(first.sum())]
