@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
-from elastic_compile import _runtime
+from elastic_compile import _runtime, _state
 from elastic_compile._masks import additive, causal_mask_4d
 from elastic_compile.kernels import _counters
 
@@ -305,11 +305,12 @@ def _changes(module: nn.Module, kwargs: dict[str, Any], **named: Any) -> bool:
 
 
 class DecoderHook:
-    """Forward pre-hook of the module that builds the masks; acts only while compiling.
+    """Forward pre-hook of the module that builds the masks.
 
-    With no mask, no cache and no positions, transformers would look for packed sequences. While
-    tracing it cannot read the positions, so it builds a dense mask in case. An all-ones mask
-    (recognised again by :func:`elastic_compile._masks.is_unpadded_marker`) says there are none.
+    Eagerly it only tells that a call begins. While compiling it may add a mask: with no mask, no
+    cache and no positions, transformers would look for packed sequences. While tracing it cannot
+    read the positions, so it builds a dense mask in case. An all-ones mask (recognised again by
+    :func:`elastic_compile._masks.is_unpadded_marker`) says there are none.
     """
 
     def __init__(self, parameters: tuple[str, ...]) -> None:
@@ -319,6 +320,7 @@ class DecoderHook:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not torch.compiler.is_compiling():
+            _state.begin_call()
             return None
         given = {self.parameters[index]: value for index, value in enumerate(args)}
         given.update(kwargs)

@@ -8,12 +8,12 @@ and none branches on one: lengths may be tensors (static caches) or integers.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from elastic_compile import _relaxed, _state
+from elastic_compile import _fused_router, _relaxed, _state
 from elastic_compile._masks import causal_mask_4d, fit_mask, unpadded_marker
 from elastic_compile._site import ElasticSite
 from elastic_compile.kernels import ops
@@ -114,7 +114,7 @@ def route(site: ElasticSite, tap: Tensor, mask: Tensor | None, cache: Any, past:
     if cache is not None and length == 1:
         # One token never decides: it has the stored routes, or is full. It may count later.
         if site.reroute == "each_call" and layer is not None:
-            _pooled(site, tap, mask, layer, past)
+            _pooled(site, tap, *_seen(site, tap, mask, past), layer, past)
         decided = torch.zeros(batch, site.kv_heads, dtype=torch.int32, device=tap.device)
         if stored is not None:
             decided = (
@@ -125,15 +125,56 @@ def route(site: ElasticSite, tap: Tensor, mask: Tensor | None, cache: Any, past:
     ):
         decided = stored
     else:
-        pooled = _pooled(site, tap, mask, layer, past)
-        logits = site(pooled)
-        if site.relaxation is not None:
-            return site.relaxation(site, logits)
-        decided = decide(logits, site.route_bias)
+        key_mask, end = _seen(site, tap, mask, past)
+        fused = _fused_router.serves(site, tap, key_mask, end)
+        if fused:
+            decided = _fused_router.decide(site, tap, key_mask, end)
+        else:
+            logits = site(_pooled(site, tap, key_mask, end, layer, past))
+            if site.relaxation is not None:
+                return site.relaxation(site, logits)
+            decided = decide(logits, site.route_bias)
         if stored is not None and site.reroute == "first" and isinstance(past, Tensor):
             # A reset static cache starts a new sequence; otherwise the first call has decided.
             decided = torch.where(past == 0, decided, stored)
+        elif fused:
+            return decided  # forced routes are in it
     return torch.where(site.forced >= 0, site.forced, decided)
+
+
+class MaskFacts(NamedTuple):
+    """What a 2-D padding mask says of the keys of a call."""
+
+    key_mask: Tensor
+    """Real keys, bool [B, T]."""
+    start: Tensor
+    """First real key of each sample, where its sink begins, int32 [B]."""
+    real: Tensor
+    """Number of real keys, int64 [B]."""
+
+
+def _facts(mask: Tensor, length: int) -> MaskFacts:
+    """The facts of a mask [B, M] over ``length`` keys; layers of one eager call share them."""
+    # Compiled code has equal expressions once as it is.
+    shared = not torch.compiler.is_compiling() and _is_watched(mask)
+    if shared:
+        known = _state.recall(mask, length)
+        if known is not None:
+            return known
+    key_mask = fit_mask(mask.to(torch.bool), length)
+    # argmax gives the first of equal values.
+    start = key_mask.to(torch.uint8).argmax(1).to(torch.int32)
+    found = MaskFacts(key_mask, start, key_mask.sum(1))
+    if shared:
+        _state.keep(mask, length, found)
+    return found
+
+
+def _is_watched(mask: Tensor) -> bool:
+    """Whether a change of the mask would be noticed; in a replayed CUDA graph it would not."""
+    if mask.is_inference():
+        return False
+    return not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _new_columns(mask: Tensor | None, past: Length, length: int) -> Tensor | None:
@@ -147,13 +188,24 @@ def _new_columns(mask: Tensor | None, past: Length, length: int) -> Tensor | Non
     return fit_mask(mask, past + length)[:, past:]
 
 
-def _pooled(
-    site: ElasticSite, tap: Tensor, mask: Tensor | None, layer: Any, past: Length
-) -> Tensor:
-    length = tap.shape[2]
-    key_mask = _new_columns(mask, past, length)
+def _seen(
+    site: ElasticSite, tap: Tensor, mask: Tensor | None, past: Length
+) -> tuple[Tensor | None, Tensor | None]:
+    """What of a call's tokens the router may see: a mask [B, S], and an exclusive column [B]."""
     limit = _state.route_length(site)
     end = None if limit is None else (limit.to(tap.device) - past).clamp(min=0)
+    return _new_columns(mask, past, tap.shape[2]), end
+
+
+def _pooled(
+    site: ElasticSite,
+    tap: Tensor,
+    key_mask: Tensor | None,
+    end: Tensor | None,
+    layer: Any,
+    past: Length,
+) -> Tensor:
+    length = tap.shape[2]
     if site.reroute == "first" or layer is None:
         return boundary_pool(tap, None, end, key_mask, site.pool_tokens)
     state = _stored_pool(layer)
@@ -225,8 +277,7 @@ def cache_update(
         setattr(layer, WINDOW, (site.sink, site.local))
         pads = None
         if mask is not None and mask.dim() == 2:
-            real = fit_mask(mask.to(torch.bool), keys.shape[2]).sum(1)
-            pads = (past + key.shape[2] - real).to(torch.int32)
+            pads = (past + key.shape[2] - _facts(mask, keys.shape[2]).real).to(torch.int32)
         setattr(layer, PADS, pads)
     return keys, values
 
@@ -313,13 +364,10 @@ def _attend(
     else:
         # A static cache hands back its whole buffer, also on its first call.
         key, value = key[:, :, : past + length], value[:, :, : past + length]
-    start = key_mask = None
+    start = key_mask = real = None
     if mask is not None:
-        key_mask = fit_mask(mask.to(torch.bool), key.shape[2])
-        # The sink starts at the first real token. argmax gives the first of equal values.
-        start = key_mask.to(torch.uint8).argmax(1).to(torch.int32)
+        key_mask, start, real = _facts(mask, key.shape[2])
     if not torch.compiler.is_compiling():
-        real = None if key_mask is None else key_mask.sum(1)
         _state.remember(site, route, past + length, real)
 
     def attend(routes: Tensor) -> Tensor:

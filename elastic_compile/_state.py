@@ -94,10 +94,15 @@ class Limit:
     """``id`` of the routers it holds for; None: every model that the thread calls."""
 
 
+_MASKS = 8
+"""Masks of a call that are remembered; a model has one or two."""
+
+
 class _Threads(threading.local):
     def __init__(self) -> None:
         self.last: weakref.WeakKeyDictionary[nn.Module, LastCall] = weakref.WeakKeyDictionary()
         self.limit: Limit | None = None
+        self.masks: dict[tuple[int, Any], tuple[Tensor, int, Any]] = {}
 
 
 _THREADS = _Threads()
@@ -120,6 +125,25 @@ def remember(site: ElasticSite, route: Tensor, kv_length: Any, real: Tensor | No
         return  # a tracer's: no call of the user's, and not to be kept beyond its trace
     site = getattr(site, "routed_for", site)
     _THREADS.last[site] = LastCall(route.detach(), kv_length, real)
+
+
+def begin_call() -> None:
+    """A decoder's forward begins: what was derived from the masks of the last one is void."""
+    _THREADS.masks = {}
+
+
+def recall(mask: Tensor, length: Any) -> Any:
+    """What :func:`keep` has of this very mask, unchanged since, in this thread; else None."""
+    known = _THREADS.masks.get((id(mask), length))
+    return known[2] if known is not None and known[1] == mask._version else None
+
+
+def keep(mask: Tensor, length: Any, derived: Any) -> None:
+    """Keep what was derived from a mask over ``length`` keys for the other layers of the call."""
+    if len(_THREADS.masks) >= _MASKS:
+        _THREADS.masks.clear()
+    # The mask itself is kept: no other can have its id meanwhile.
+    _THREADS.masks[id(mask), length] = mask, mask._version, derived
 
 
 def last_call(site: ElasticSite) -> LastCall | None:

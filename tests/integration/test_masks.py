@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import elastic_compile
-from tests.families import FAMILIES, REWRITTEN, UNREWRITTEN, pad, tokens
+from elastic_compile import _runtime, _state
+from tests.families import FAMILIES, REWRITTEN, UNREWRITTEN, build, pad, tokens
 from tests.integration.helpers import (
     LENGTH,
     LOCAL,
@@ -424,3 +425,57 @@ def test_batches_of_unequal_padding_do_not_mix(pairs):
 
 def test_the_window_of_these_tests_bites():
     assert SINK + LOCAL < LENGTH - 14 - 12
+
+
+# --- what layers share of a mask ------------------------------------------------------------------
+
+
+def _counted(monkeypatch):
+    made = []
+    real = _runtime.MaskFacts
+
+    def make(*fields):
+        made.append(real(*fields))
+        return made[-1]
+
+    monkeypatch.setattr(_runtime, "MaskFacts", make)
+    return made
+
+
+@torch.no_grad()
+def test_layers_of_a_call_share_what_follows_from_the_mask(monkeypatch):
+    base, model = build("llama", 2).eval(), elastic_compile.transform(build("llama", 2).eval())
+    ids = tokens(2, 40)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    made = _counted(monkeypatch)
+    model(ids, attention_mask=mask, use_cache=False)
+    assert len(made) == 1 and made[0].start.tolist() == [0, 9] and made[0].real.tolist() == [40, 31]
+    # The caller's own tensor, changed in place between calls.
+    mask[1, :20] = 0
+    found = model(ids, attention_mask=mask, use_cache=False).logits
+    wanted = base(ids, attention_mask=mask, use_cache=False).logits
+    assert len(made) == 2 and made[1].start.tolist() == [0, 20]
+    torch.testing.assert_close(found[mask.bool()], wanted[mask.bool()], rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_that_changes_is_looked_at_again(monkeypatch):
+    """Also without a decoder whose call begins, and where changes leave no trace."""
+    made = _counted(monkeypatch)
+    mask = torch.ones(1, 8, dtype=torch.bool)
+    first = _runtime._facts(mask, 8)
+    assert _runtime._facts(mask, 8) is first and len(made) == 1
+    assert _runtime._facts(mask, 9).real.tolist() == [8]
+    mask[0, :3] = False
+    assert _runtime._facts(mask, 8).start.tolist() == [3]
+    with torch.inference_mode():
+        mask = torch.ones(1, 8, dtype=torch.bool)
+        assert _runtime._facts(mask, 8).start.tolist() == [0]
+        mask[0, :5] = False
+        assert _runtime._facts(mask, 8).start.tolist() == [5]
+
+
+def test_few_masks_are_remembered():
+    for length in range(1, 50):
+        _runtime._facts(torch.ones(1, length, dtype=torch.bool), length)
+    assert len(_state._THREADS.masks) <= _state._MASKS
