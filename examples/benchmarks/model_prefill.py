@@ -5,7 +5,8 @@
 Needs a CUDA GPU. Weights are random, in the geometry of a published model: times do not depend on
 them, and routes are forced. A row is the median time of one prefill with a KV cache and the logits
 of the last position (time to the first token without the tokenizer). The untouched row is the
-fastest of its variants, eager and compiled; all of them are in ``meta``. Before anything is timed
+fastest of its variants, eager and compiled (all of them are in ``meta``), and the transformed rows
+run in that variant. Before anything is timed
 the transformed model, every head full, is compared with the untouched one.
 """
 
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from prefill import commit, versions
+from _results import Results, commit, versions
 
 import elastic_compile
 from elastic_compile import ElasticConfig
@@ -87,10 +87,11 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.5, 0.7, 0.9, 1.0])
     parser.add_argument("--sink", type=int, default=128)
     parser.add_argument("--local", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="up to 32,768 tokens; fewer beyond")
     parser.add_argument("--backends", nargs="+", default=["none", "inductor"])
     parser.add_argument("--commit", help="what the JSON calls the commit; default: git's HEAD")
-    parser.add_argument("--out", type=Path, help="JSON file to write, after every length")
+    parser.add_argument("--out", type=Path, help="JSON file to write, after every row")
+    parser.add_argument("--append", action="store_true", help="keep what the file has besides")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("model_prefill.py measures a CUDA GPU, and there is none")
@@ -104,10 +105,10 @@ def main() -> None:
         "rounds": args.rounds,
         "untouched_ms": {},
     }
-    rows: list[dict[str, Any]] = []
+    results = Results(args.out, meta, ("geometry", "impl", "S", "msr"), append=args.append)
     print(f"{'geometry':14} {'impl':10} {'S':>7} {'Ω_MSR':>6} {'ms':>10} {'GiB':>6} speed-up")
     for name in args.geometries:
-        measure(args, name, meta, rows)
+        measure(args, name, results)
 
 
 def build(name: str, positions: int) -> Any:
@@ -131,9 +132,10 @@ def prefill(model: Any, ids: Tensor) -> Tensor:
     return logits
 
 
-def timed(model: Any, ids: Tensor, rounds: int) -> tuple[float, int]:
-    """Median milliseconds of a prefill after one that warms up, and the most bytes in use."""
-    prefill(model, ids)
+def timed(model: Any, ids: Tensor, rounds: int, *, warm: bool) -> tuple[float, int]:
+    """Median milliseconds of a prefill, and the most bytes in use; ``warm``: nothing to warm up."""
+    if not warm:
+        prefill(model, ids)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     times = []
@@ -145,37 +147,54 @@ def timed(model: Any, ids: Tensor, rounds: int) -> tuple[float, int]:
     return median(times), torch.cuda.max_memory_allocated()
 
 
-def fastest(model: Any, ids: Tensor, args: argparse.Namespace) -> tuple[float, int, dict[str, Any]]:
-    """The best of the model's variants (not compiled, or by a backend): ms, bytes, all of them."""
-    found: dict[str, Any] = {}
-    for backend in args.backends:
+def rounds_at(length: int, rounds: int) -> tuple[int, bool]:
+    """Rounds at a length, and whether they do without a call that warms up.
+
+    A long prefill takes many seconds, and its kernels are those of the shorter lengths before.
+    """
+    if length <= 32768:
+        return rounds, False
+    return (min(rounds, 2), False) if length <= 65536 else (1, True)
+
+
+def fastest(
+    model: Any, ids: Tensor, rounds: int, backends: list[str], *, first: bool
+) -> tuple[str, dict[str, tuple[float, int]]]:
+    """Times the model's variants (not compiled, or by a backend).
+
+    Returns:
+        Name of the fastest, and milliseconds and bytes of each.
+    """
+    found: dict[str, tuple[float, int]] = {}
+    count, warm = rounds_at(ids.shape[1], rounds)
+    for backend in backends:
         model._compiled_call_impl = None
         if backend != "none":
             model.compile(backend=backend, dynamic=True)
         try:
-            found[backend] = timed(model, ids, args.rounds)
+            found[backend] = timed(model, ids, count, warm=warm and not first)
         except torch.OutOfMemoryError as error:
-            found[backend] = (float("inf"), 0)
             print(f"{backend} at {ids.shape[1]}: {str(error).splitlines()[0]}", flush=True)
     model._compiled_call_impl = None
-    best = min(found, key=lambda backend: found[backend][0])
-    return (*found[best], {backend: round(ms, 3) for backend, (ms, _) in found.items()})
+    best = min(found, key=lambda backend: found[backend][0]) if found else ""
+    return best, found
 
 
-def measure(
-    args: argparse.Namespace, name: str, meta: dict[str, Any], rows: list[dict[str, Any]]
-) -> None:
+def measure(args: argparse.Namespace, name: str, results: Results) -> None:
     """All lengths of one geometry: untouched first, then transformed."""
     model = build(name, max(args.lengths))
     size = model.config.vocab_size
     prompts = [torch.randint(size, (1, length), device="cuda") for length in args.lengths]
-    untouched: dict[int, tuple[float, int]] = {}
+    untouched: dict[int, tuple[float, str]] = {}
     for ids in prompts:
         length = ids.shape[1]
-        ms, peak, variants = fastest(model, ids, args)
-        untouched[length] = ms, peak
-        meta["untouched_ms"].setdefault(name, {})[str(length)] = variants
-        tell(rows, args, meta, name, "untouched", length, None, ms, peak, 1.0)
+        best, found = fastest(model, ids, args.rounds, args.backends, first=ids is prompts[0])
+        if not found:
+            continue
+        variants = results.meta["untouched_ms"].setdefault(name, {})
+        variants[str(length)] = {backend: round(ms, 3) for backend, (ms, _) in found.items()}
+        untouched[length] = found[best][0], best
+        tell(results, name, "untouched", length, None, best, found[best], found[best][0])
     wanted = prefill(model, prompts[0]).float()
     elastic_compile.transform(model, ElasticConfig(sink=args.sink, local=args.local))
     error = torch.linalg.norm(prefill(model, prompts[0]).float() - wanted)
@@ -185,52 +204,50 @@ def measure(
     kv_heads = [site.kv_heads for site in elastic_compile.report(model).rewritten]
     for ids in prompts:
         length = ids.shape[1]
+        base, backend = untouched.get(length, (float("nan"), "none"))
         for share in args.shares:
             with elastic_compile.force_routes(model, spread_routes(kv_heads, share)):
-                ms, peak, _ = fastest(model, ids, args)
-            tell(
-                rows, args, meta, name, "elastic", length, share, ms, peak,
-                untouched[length][0] / ms,
-            )  # fmt: skip
+                first = ids is prompts[0]
+                best, found = fastest(model, ids, args.rounds, [backend], first=first)
+            if found:
+                tell(results, name, "elastic", length, share, best, found[best], base)
     del model
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def tell(
-    rows: list[dict[str, Any]],
-    args: argparse.Namespace,
-    meta: dict[str, Any],
+    results: Results,
     name: str,
     impl: str,
     length: int,
     msr: float | None,
-    ms: float,
-    peak: int,
-    speedup: float,
+    backend: str,
+    found: tuple[float, int],
+    base: float,
 ) -> None:
     """Print a row and write the file anew, so that a run that is cut short leaves what it has."""
-    rows.append(
-        {
-            "geometry": name,
-            "impl": impl,
-            "S": length,
-            "msr": msr,
-            "ms": round(ms, 3),
-            "peak_bytes": peak,
-            "speedup": round(speedup, 3),
-        }
+    ms, peak = found
+    results.add(
+        [
+            {
+                "geometry": name,
+                "impl": impl,
+                "S": length,
+                "msr": msr,
+                "backend": backend,
+                "ms": round(ms, 3),
+                "peak_bytes": peak,
+                "speedup": round(base / ms, 3),
+            }
+        ]
     )
     share = "-" if msr is None else f"{msr:.2f}"
     print(
-        f"{name:14} {impl:10} {length:7} {share:>6} {ms:10.1f} {peak / 2**30:6.1f} {speedup:.2f}",
+        f"{name:14} {impl:10} {length:7} {share:>6} {backend:9} {ms:10.1f} {peak / 2**30:6.1f} "
+        f"{base / ms:.2f}",
         flush=True,
     )
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
-        head = json.dumps(meta, indent=2).replace("\n", "\n  ")
-        args.out.write_text(f'{{\n  "meta": {head},\n  "rows": [\n{lines}\n  ]\n}}\n')
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from prefill import commit
+from _results import commit
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import elastic_compile
