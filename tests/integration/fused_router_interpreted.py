@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 
 import pytest
@@ -26,8 +27,8 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(_dispatch, "FUSED_ROUTER_DEVICES", ("cpu",))
 
 
-@pytest.fixture
-def model():
+@pytest.fixture(scope="module")
+def transformed():
     config = ElasticConfig(sink=4, local=8, pool_tokens=6)
     model = elastic_compile.transform(build("llama", 2).eval(), config)
     generator = torch.Generator().manual_seed(3)
@@ -35,6 +36,11 @@ def model():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data.copy_(noise / max(parameter.shape[-1], 1) ** 0.5)
     return model
+
+
+@pytest.fixture
+def model(transformed):
+    return copy.deepcopy(transformed)
 
 
 @pytest.fixture
