@@ -62,13 +62,10 @@ def flex(
         attends. Both are compiled where the inputs are on a GPU.
     """
     batch, heads, length, _ = query.shape
-    group = heads // key.shape[1]
-
-    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        near = (i - j < local) | (j < sink)
-        return (i >= j) & ((route[b, h // group] == 0) | near)
+    visible, held = _routed(sink, local, heads // key.shape[1])
 
     def make() -> Any:
+        held["route"] = route
         return create_block_mask(
             visible, batch, heads, length, length, device=str(query.device), _compile=query.is_cuda
         )
@@ -76,6 +73,7 @@ def flex(
     attend = _compiled_flex() if query.is_cuda else flex_attention
 
     def run(mask: Any) -> Tensor:
+        held["route"] = route
         out: Tensor = attend(query, key, value, block_mask=mask, enable_gqa=True)
         return out
 
@@ -83,8 +81,32 @@ def flex(
 
 
 @functools.cache
+def _routed(sink: int, local: int, group: int) -> tuple[Any, dict[str, Tensor]]:
+    """Which pairs count, and what holds the routes: one function, compiled once, for all routes."""
+    held: dict[str, Tensor] = {}
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        near = (i - j < local) | (j < sink)
+        return (i >= j) & ((held["route"][b, h // group] == 0) | near)
+
+    return visible, held
+
+
+@functools.cache
+def _streaming(sink: int, local: int) -> Any:
+    """Which pairs count where every head streams."""
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i >= j) & ((i - j < local) | (j < sink))
+
+    return visible
+
+
+@functools.cache
 def _compiled_flex() -> Any:
-    return torch.compile(flex_attention, dynamic=False)
+    # Shapes become dynamic where they change; the limit counts all that stay apart.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    return torch.compile(flex_attention)
 
 
 def gather(
@@ -110,14 +132,17 @@ def gather(
     (full_kv, full_heads), (sparse_kv, sparse_heads) = kinds
     attend = _compiled_flex() if query.is_cuda else flex_attention
 
-    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (i >= j) & ((i - j < local) | (j < sink))
-
     def make() -> Any:
         if not len(sparse_kv):
             return None
         return create_block_mask(
-            visible, None, None, length, length, device=str(query.device), _compile=query.is_cuda
+            _streaming(sink, local),
+            None,
+            None,
+            length,
+            length,
+            device=str(query.device),
+            _compile=query.is_cuda,
         )
 
     def run(mask: Any) -> Tensor:

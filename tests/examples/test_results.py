@@ -73,7 +73,7 @@ def test_how_many_calls_are_timed():
     assert prefill.calls(1e-5, 0.3) == 200
     assert prefill.calls(0.01, 0.3) == 30
     assert prefill.calls(0.2, 0.3) == 5
-    assert prefill.calls(1.0, 0.3) == 1
+    assert prefill.calls(1.0, 0.3) == 5
 
 
 def test_the_table_of_ratios(capsys):
