@@ -65,7 +65,7 @@ def attention(
                                 lo, hi = block_indptr[d, kv, r : r + 2].tolist()
                                 listed = block_indices[lo:hi].tolist()
                             _see(mask[i], offset + i, first, mode, sink, local, listed, block_size)
-                masks[kind] = torch.from_numpy(mask)
+                masks[kind] = torch.from_numpy(mask).to(query.device)
                 if key_mask is not None:
                     masks[kind] &= key_mask[b]
             dropped = None
@@ -114,14 +114,13 @@ def exact_attention(
     outs, lses = [], []
     for b in range(batch):
         for h in range(count):
-            visible, bias = torch.ones(rows, keys, dtype=torch.bool), None
+            visible, bias = torch.ones(rows, keys, dtype=torch.bool, device=query.device), None
             if attn_mask is not None:
                 mask = attn_mask.expand(batch, count, rows, keys)[b, h]
                 visible, bias = (mask, None) if mask.dtype == torch.bool else (visible, mask)
             if is_causal:
-                visible = visible & torch.tensor(
-                    [[j <= i for j in range(keys)] for i in range(rows)]
-                )
+                causal = [[j <= i for j in range(keys)] for i in range(rows)]
+                visible = visible & torch.tensor(causal, device=query.device)
             out, lse = _head(
                 query[b, h], key[b, h // group], value[b, h // group], visible, bias,
                 size**-0.5 if scale is None else scale,
@@ -174,4 +173,5 @@ def _dropped(seed: int, p: float, head: int, offset: int, visible: Tensor) -> Te
     with np.errstate(over="ignore"):
         stream = mix(mix((seed ^ seed >> 32) & 0xFFFFFFFF) ^ np.uint32(head))
         hashed = mix(mix(stream + row) + column)
-    return torch.from_numpy(hashed.astype(np.float64) < round(p * 2**32))
+    dropped = torch.from_numpy(hashed.astype(np.float64) < round(p * 2**32))
+    return dropped.to(visible.device)

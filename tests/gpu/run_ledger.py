@@ -1,6 +1,6 @@
 """Run the GPU tests and record which kernel sources they passed on.
 
-    ELASTIC_COMPILE_FUZZ=500 python -m tests.gpu.run_ledger [PATH]
+    python -m tests.gpu.run_ledger --fuzz 500 [--seed 7] [PATH]
 
 Needs a CUDA GPU, pytest and compute-sanitizer. Writes PATH (default: tests/gpu_ledger.json) when
 every test passed and the memory checker found nothing; ``tests/test_gpu_ledger.py`` compares the
@@ -9,6 +9,7 @@ hashes in it with the sources, where there is no GPU.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -24,14 +25,33 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu import fuzzing
 from tests.gpu.ledger import LEDGER, ROOT, triton_sources
 
 PACKAGES = ("torch", "triton", "transformers")
 
 
-def main(path: Path) -> int:
+def main() -> int:
     """Returns the exit code of the test run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("path", type=Path, nargs="?", default=LEDGER, metavar="PATH")
+    fuzz, seed = (
+        int(os.environ.get(f"ELASTIC_COMPILE_{name}", default))
+        for name, default in (("FUZZ", 0), ("FUZZ_SEED", 1))
+    )
+    parser.add_argument(
+        "--fuzz", type=int, default=fuzz, help="number of random calls; default: one of a kind"
+    )
+    parser.add_argument("--seed", type=int, default=seed, help="of the random calls")
+    return record(**vars(parser.parse_args()))
+
+
+def record(path: Path, fuzz: int, seed: int) -> int:
+    """Runs the tests with ``fuzz`` random calls of ``seed``; returns their exit code."""
+    # Read by tests.gpu.fuzzing, here and in the processes that run the tests.
+    os.environ |= {"ELASTIC_COMPILE_FUZZ": str(fuzz), "ELASTIC_COMPILE_FUZZ_SEED": str(seed)}
+    os.environ.pop("ELASTIC_COMPILE_FUZZ_CASE", None)
+    from tests.gpu import fuzzing
+
     if not torch.cuda.is_available():
         print("no CUDA GPU: the ledger stays as it is")
         return 2
@@ -58,7 +78,7 @@ def main(path: Path) -> int:
         "sources": triton_sources(),
         "tests": sorted(_name(case) for case in cases if _name(case) not in skipped),
         "skipped": skipped,
-        "fuzz": {"seed": fuzzing.SEED, "cases": fuzzing.KINDS * fuzzing.PER_KIND},
+        "fuzz": {"seed": fuzzing.SEED, "cases": fuzzing.CASES},
         "memcheck": checked,
         "card": torch.cuda.get_device_name(),
         "versions": {
@@ -103,4 +123,4 @@ def _installed(package: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else LEDGER))
+    sys.exit(main())
