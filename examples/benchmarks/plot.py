@@ -92,20 +92,34 @@ def draw_prefill(rows: list[Row]) -> Figure:
 
 
 def draw_models(rows: list[Row]) -> Figure:
-    """A panel for every geometry: speed-up of the time to the first token, over length."""
+    """A column for every geometry: speed-up of, and time to the first token, over length."""
     names = list(dict.fromkeys(row["geometry"] for row in rows))
-    figure = Figure(figsize=(5 * len(names), 4), layout="constrained")
-    axes = figure.subplots(1, len(names), squeeze=False)[0]
-    for axis, name in zip(axes, names, strict=True):
-        own = [row for row in rows if row["geometry"] == name and row["impl"] == "elastic"]
+    figure = Figure(figsize=(5 * len(names), 7), layout="constrained")
+    axes = figure.subplots(2, len(names), squeeze=False, sharex="col")
+    for column, name in enumerate(names):
+        speed, time = axes[:, column]
+        found = [row for row in rows if row["geometry"] == name]
+        untouched = sorted((row["S"], row["ms"]) for row in found if row["impl"] == "untouched")
+        if untouched:
+            lengths, times = zip(*untouched, strict=True)
+            time.plot(lengths, [ms / 1e3 for ms in times], "k--", marker=".", label="untouched")
+        own = [row for row in found if row["impl"] == "elastic"]
         for share in sorted({row["msr"] for row in own}):
-            points = sorted((row["S"], row["speedup"]) for row in own if row["msr"] == share)
-            axis.plot(*zip(*points, strict=True), marker=".", label=f"{share:.0%} streaming")
-        axis.axhline(1, color="grey", linewidth=0.8)
-        axis.set_title(f"{name} geometry")
-        axis.set_ylabel("times as fast as the untouched model")
-        over_lengths(axis, sorted({row["S"] for row in own}))
-        axis.legend(fontsize=8)
+            points = sorted(
+                (row["S"], row["speedup"], row["ms"] / 1e3) for row in own if row["msr"] == share
+            )
+            lengths, ratios, seconds = zip(*points, strict=True)
+            label = f"{share:.0%} streaming"
+            speed.plot(lengths, ratios, marker=".", label=label)
+            time.plot(lengths, seconds, marker=".", label=label)
+        speed.axhline(1, color="grey", linewidth=0.8)
+        speed.set_title(f"{name} geometry")
+        speed.set_ylabel("times as fast as the untouched model")
+        time.set_ylabel("seconds to the first token")
+        time.set_yscale("log")
+        for axis in (speed, time):
+            over_lengths(axis, sorted({row["S"] for row in found}))
+        time.legend(fontsize=8)
     return figure
 
 

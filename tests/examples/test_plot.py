@@ -40,13 +40,28 @@ def test_attention():
 def test_models():
     rows = [
         {"geometry": name, "impl": "elastic", "S": length, "msr": share, "speedup": 1 + share}
+        | {"ms": length / (1 + share)}
         for name in ("A", "B")
+        for length in (16384, 8192)
+        for share in (0.7, 0.0)
+    ]
+    # What was not finished for one geometry is not drawn; the rest is.
+    rows += [
+        {"geometry": "A", "impl": "untouched", "S": length, "msr": None, "speedup": 1.0}
+        | {"ms": length}
         for length in (8192, 16384)
-        for share in (0.0, 0.7)
     ]
     figure = plot.draw({"meta": META, "rows": rows})
-    assert [axis.get_title() for axis in figure.axes] == ["A geometry", "B geometry"]
-    assert labels(figure.axes[0])[:2] == ["0% streaming", "70% streaming"]
+    speed, other_speed, time, other_time = figure.axes
+    assert [axis.get_title() for axis in (speed, other_speed)] == ["A geometry", "B geometry"]
+    shares = ["0% streaming", "70% streaming"]
+    assert labels(speed)[:2] == labels(other_speed)[:2] == labels(other_time) == shares
+    assert labels(time) == ["untouched", *shares]
+    lines = {line.get_label(): line for line in time.get_lines()}
+    assert list(lines["untouched"].get_xdata()) == [8192, 16384]
+    assert list(lines["untouched"].get_ydata()) == [8.192, 16.384]
+    assert list(lines["70% streaming"].get_ydata()) == pytest.approx([8.192 / 1.7, 16.384 / 1.7])
+    assert list(speed.get_lines()[1].get_ydata()) == [1.7, 1.7]
 
 
 @pytest.mark.parametrize("name", ["prefill.json", "model_prefill.json"])
