@@ -181,39 +181,39 @@ def fastest(
 
 
 def measure(args: argparse.Namespace, name: str, results: Results) -> None:
-    """All lengths of one geometry: untouched first, then transformed."""
-    model = build(name, max(args.lengths))
-    size = model.config.vocab_size
-    prompts = [torch.randint(size, (1, length), device="cuda") for length in args.lengths]
-    untouched: dict[int, tuple[float, str]] = {}
-    for ids in prompts:
-        length = ids.shape[1]
-        best, found = fastest(model, ids, args.rounds, args.backends, first=ids is prompts[0])
+    """All lengths of one geometry, untouched and transformed side by side.
+
+    A card slows down as it warms up: what is compared has to be measured together.
+    """
+    base, model = (build(name, max(args.lengths)) for _ in range(2))
+    elastic_compile.transform(model, ElasticConfig(sink=args.sink, local=args.local))
+    kv_heads = [site.kv_heads for site in elastic_compile.report(model).rewritten]
+    for index, length in enumerate(args.lengths):
+        ids = torch.randint(base.config.vocab_size, (1, length), device="cuda")
+        if index == 0:
+            check(prefill(model, ids).float(), prefill(base, ids).float(), name)
+        backend, found = fastest(base, ids, args.rounds, args.backends, first=index == 0)
         if not found:
             continue
         variants = results.meta["untouched_ms"].setdefault(name, {})
-        variants[str(length)] = {backend: round(ms, 3) for backend, (ms, _) in found.items()}
-        untouched[length] = found[best][0], best
-        tell(results, name, "untouched", length, None, best, found[best], found[best][0])
-    wanted = prefill(model, prompts[0]).float()
-    elastic_compile.transform(model, ElasticConfig(sink=args.sink, local=args.local))
-    error = torch.linalg.norm(prefill(model, prompts[0]).float() - wanted)
-    error = float(error / torch.linalg.norm(wanted))
-    if not error < PARITY:
-        sys.exit(f"{name}: with every head full the logits differ by {error:.2e}: nothing is timed")
-    kv_heads = [site.kv_heads for site in elastic_compile.report(model).rewritten]
-    for ids in prompts:
-        length = ids.shape[1]
-        base, backend = untouched.get(length, (float("nan"), "none"))
+        variants[str(length)] = {kind: round(ms, 3) for kind, (ms, _) in found.items()}
+        milliseconds = found[backend][0]
+        tell(results, name, "untouched", length, None, backend, found[backend], milliseconds)
         for share in args.shares:
             with elastic_compile.force_routes(model, spread_routes(kv_heads, share)):
-                first = ids is prompts[0]
-                best, found = fastest(model, ids, args.rounds, [backend], first=first)
-            if found:
-                tell(results, name, "elastic", length, share, best, found[best], base)
-    del model
+                best, own = fastest(model, ids, args.rounds, [backend], first=index == 0)
+            if own:
+                tell(results, name, "elastic", length, share, best, own[best], milliseconds)
+    del base, model
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def check(found: Tensor, wanted: Tensor, name: str) -> None:
+    """Compares logits with every head full; exits where they differ."""
+    error = float(torch.linalg.norm(found - wanted) / torch.linalg.norm(wanted))
+    if not error < PARITY:
+        sys.exit(f"{name}: with every head full the logits differ by {error:.2e}: nothing is timed")
 
 
 def tell(
