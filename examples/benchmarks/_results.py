@@ -45,9 +45,10 @@ class Results:
         commits = found["meta"].get("commits", [found["meta"]["commit"]])
         meta["commits"] = [*(c for c in commits if c != meta["commit"]), meta["commit"]]
 
-    def has(self, **fields: Any) -> bool:
-        """Whether some row has these fields."""
-        return any(all(row.get(k) == v for k, v in fields.items()) for row in self.rows)
+    def row(self, **fields: Any) -> Row | None:
+        """The first row that has these fields."""
+        matching = (row for row in self.rows if all(row.get(k) == v for k, v in fields.items()))
+        return next(matching, None)
 
     def add(self, rows: Sequence[Row]) -> None:
         """Takes rows in place of those of equal key, and writes the file."""

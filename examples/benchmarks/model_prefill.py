@@ -6,19 +6,21 @@ Needs a CUDA GPU. Weights are random, in the geometry of a published model: time
 them, and routes are forced. A row is the median time of one prefill with a KV cache and the logits
 of the last position (time to the first token without the tokenizer). The untouched row is the
 fastest of its variants, eager and compiled (all of them are in ``meta``), and the transformed rows
-run in that variant. Before anything is timed
-the transformed model, every head full, is compared with the untouched one.
+run in that variant unless told otherwise. Before anything is timed the transformed model, every
+head full, is compared with the untouched one; both hold the same weights in memory once. With
+``--resume`` a run that was cut short is taken up where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import sys
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -71,6 +73,7 @@ GEOMETRIES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
 }
+KEY = ("geometry", "impl", "S", "msr")
 PARITY = 5e-2
 """Largest relative difference of bfloat16 logits, norm over norm."""
 
@@ -89,9 +92,17 @@ def main() -> None:
     parser.add_argument("--local", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3, help="up to 32,768 tokens; fewer beyond")
     parser.add_argument("--backends", nargs="+", default=["none", "inductor"])
+    parser.add_argument(
+        "--elastic-backends",
+        nargs="+",
+        help="of the transformed model; default: the untouched one's fastest at that length",
+    )
     parser.add_argument("--commit", help="what the JSON calls the commit; default: git's HEAD")
     parser.add_argument("--out", type=Path, help="JSON file to write, after every row")
     parser.add_argument("--append", action="store_true", help="keep what the file has besides")
+    parser.add_argument(
+        "--resume", action="store_true", help="--append, and do not measure again what is there"
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("model_prefill.py measures a CUDA GPU, and there is none")
@@ -105,20 +116,54 @@ def main() -> None:
         "rounds": args.rounds,
         "untouched_ms": {},
     }
-    results = Results(args.out, meta, ("geometry", "impl", "S", "msr"), append=args.append)
+    results = Results(args.out, meta, KEY, append=args.append or args.resume)
     print(f"{'geometry':14} {'impl':10} {'S':>7} {'Ω_MSR':>6} {'ms':>10} {'GiB':>6} speed-up")
     for name in args.geometries:
-        measure(args, name, results)
+        measure(args, name, results, Device("cuda"))
 
 
-def build(name: str, positions: int) -> Any:
-    """A model with random weights on the GPU."""
+class Variant(NamedTuple):
+    """What was measured of one variant of a model."""
+
+    ms: float
+    peak_bytes: int
+
+
+class Device(NamedTuple):
+    """What times and memory are taken from; a CPU shows no memory."""
+
+    name: str
+
+    def start(self) -> float:
+        """Seconds on a clock, when all that was asked for is done."""
+        if self.name == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def forget(self) -> None:
+        """Gives back what nothing uses."""
+        gc.collect()
+        if self.name == "cuda":
+            torch.cuda.empty_cache()
+
+    def watch(self) -> None:
+        """Lets the peak of memory begin anew."""
+        if self.name == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> int:
+        """Most bytes in use since then."""
+        return torch.cuda.max_memory_allocated() if self.name == "cuda" else 0
+
+
+def build(name: str, positions: int, device: Device) -> Any:
+    """A model with random weights."""
     kind, fields = GEOMETRIES[name]
     config = getattr(transformers, kind)(
         **fields, max_position_embeddings=positions, bos_token_id=None, eos_token_id=None
     )
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(device.name):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return model.eval()
 
@@ -132,19 +177,24 @@ def prefill(model: Any, ids: Tensor) -> Tensor:
     return logits
 
 
-def timed(model: Any, ids: Tensor, rounds: int, *, warm: bool) -> tuple[float, int]:
-    """Median milliseconds of a prefill, and the most bytes in use; ``warm``: nothing to warm up."""
+def twin(model: Any) -> Any:
+    """A model of the same weights, in the same memory."""
+    shared = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+
+def timed(model: Any, ids: Tensor, rounds: int, device: Device, *, warm: bool) -> Variant:
+    """Median time of a prefill, and the most bytes in use; ``warm``: nothing to warm up."""
     if not warm:
         prefill(model, ids)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    device.start()
+    device.watch()
     times = []
     for _ in range(rounds):
-        started = time.perf_counter()
+        started = device.start()
         prefill(model, ids)
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - started))
-    return median(times), torch.cuda.max_memory_allocated()
+        times.append(1e3 * (device.start() - started))
+    return Variant(median(times), device.peak())
 
 
 def rounds_at(length: int, rounds: int) -> tuple[int, bool]:
@@ -158,55 +208,77 @@ def rounds_at(length: int, rounds: int) -> tuple[int, bool]:
 
 
 def fastest(
-    model: Any, ids: Tensor, rounds: int, backends: list[str], *, first: bool
-) -> tuple[str, dict[str, tuple[float, int]]]:
+    model: Any, ids: Tensor, rounds: int, backends: list[str], device: Device, *, first: bool
+) -> tuple[str, dict[str, Variant]]:
     """Times the model's variants (not compiled, or by a backend).
 
     Returns:
-        Name of the fastest, and milliseconds and bytes of each.
+        Name of the fastest, "" where none fits in memory, and what was measured of each.
     """
-    found: dict[str, tuple[float, int]] = {}
+    found: dict[str, Variant] = {}
     count, warm = rounds_at(ids.shape[1], rounds)
     for backend in backends:
         model._compiled_call_impl = None
         if backend != "none":
             model.compile(backend=backend, dynamic=True)
         try:
-            found[backend] = timed(model, ids, count, warm=warm and not first)
+            found[backend] = timed(model, ids, count, device, warm=warm and not first)
         except torch.OutOfMemoryError as error:
             print(f"{backend} at {ids.shape[1]}: {str(error).splitlines()[0]}", flush=True)
+        if backend not in found:
+            device.forget()
     model._compiled_call_impl = None
-    best = min(found, key=lambda backend: found[backend][0]) if found else ""
+    best = min(found, key=lambda backend: found[backend].ms) if found else ""
     return best, found
 
 
-def measure(args: argparse.Namespace, name: str, results: Results) -> None:
+def measure(args: argparse.Namespace, name: str, results: Results, device: Device) -> None:
     """All lengths of one geometry, untouched and transformed side by side.
 
     A card slows down as it warms up: what is compared has to be measured together.
     """
-    base, model = (build(name, max(args.lengths)) for _ in range(2))
-    elastic_compile.transform(model, ElasticConfig(sink=args.sink, local=args.local))
+    lengths = [
+        length for length in args.lengths if not args.resume or missing(args, name, length, results)
+    ]
+    if not lengths:
+        return
+    base = build(name, max(lengths), device)
+    model = elastic_compile.transform(twin(base), ElasticConfig(sink=args.sink, local=args.local))
     kv_heads = [site.kv_heads for site in elastic_compile.report(model).rewritten]
-    for index, length in enumerate(args.lengths):
-        ids = torch.randint(base.config.vocab_size, (1, length), device="cuda")
-        if index == 0:
+    for index, length in enumerate(lengths):
+        ids = torch.randint(base.config.vocab_size, (1, length), device=device.name)
+        first = index == 0
+        if first:
             check(prefill(model, ids).float(), prefill(base, ids).float(), name)
-        backend, found = fastest(base, ids, args.rounds, args.backends, first=index == 0)
-        if not found:
-            continue
-        variants = results.meta["untouched_ms"].setdefault(name, {})
-        variants[str(length)] = {kind: round(ms, 3) for kind, (ms, _) in found.items()}
-        milliseconds = found[backend][0]
-        tell(results, name, "untouched", length, None, backend, found[backend], milliseconds)
+        row = results.row(geometry=name, impl="untouched", S=length) if args.resume else None
+        if row is None:
+            backend, found = fastest(base, ids, args.rounds, args.backends, device, first=first)
+            if not found:
+                continue
+            variants = results.meta["untouched_ms"].setdefault(name, {})
+            variants[str(length)] = {kind: round(ms, 3) for kind, (ms, _) in found.items()}
+            milliseconds = found[backend].ms
+            tell(results, name, "untouched", length, None, backend, found[backend], milliseconds)
+        else:
+            backend, milliseconds = row["backend"], row["ms"]
         for share in args.shares:
+            if args.resume and results.row(geometry=name, impl="elastic", S=length, msr=share):
+                continue
+            backends = args.elastic_backends or [backend]
             with elastic_compile.force_routes(model, spread_routes(kv_heads, share)):
-                best, own = fastest(model, ids, args.rounds, [backend], first=index == 0)
+                best, own = fastest(model, ids, args.rounds, backends, device, first=first)
             if own:
                 tell(results, name, "elastic", length, share, best, own[best], milliseconds)
     del base, model
-    gc.collect()
-    torch.cuda.empty_cache()
+    device.forget()
+
+
+def missing(args: argparse.Namespace, name: str, length: int, results: Results) -> bool:
+    """Whether a length's rows are not all there yet."""
+    wanted = [("untouched", None), *(("elastic", share) for share in args.shares)]
+    return any(
+        results.row(geometry=name, impl=impl, S=length, msr=msr) is None for impl, msr in wanted
+    )
 
 
 def check(found: Tensor, wanted: Tensor, name: str) -> None:
@@ -223,7 +295,7 @@ def tell(
     length: int,
     msr: float | None,
     backend: str,
-    found: tuple[float, int],
+    found: Variant,
     base: float,
 ) -> None:
     """Print a row and write the file anew, so that a run that is cut short leaves what it has."""

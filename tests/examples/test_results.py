@@ -35,7 +35,7 @@ def test_short_runs_add_up(tmp_path):
     path = tmp_path / "x.json"
     _results.Results(path, meta("a", other={"x": 1}), KEY).add(rows(elastic=1.0, sdpa=2.0))
     again = _results.Results(path, meta("b", other={"y": 2}), KEY, append=True)
-    assert again.has(impl="sdpa", S=8) and not again.has(impl="sdpa", S=9)
+    assert again.row(impl="sdpa", S=8) == rows(sdpa=2.0)[0] and again.row(impl="sdpa", S=9) is None
     again.add(rows(elastic=3.0, fa3=4.0))
     found = json.loads(path.read_text())
     assert found["rows"] == rows(sdpa=2.0, elastic=3.0, fa3=4.0)
