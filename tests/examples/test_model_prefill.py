@@ -106,14 +106,14 @@ def test_what_does_not_fit_is_left_out(tmp_path, monkeypatch, capsys):
     assert "none at 96: too much\n" in capsys.readouterr().out
 
 
-def test_the_transformed_model_may_have_backends_of_its_own(tmp_path):
-    found = measure(
-        tmp_path / "x.json",
-        lengths=[48],
-        shares=[0.5],
-        backends=["none"],
-        elastic_backends=["eager"],
-    )
+def test_long_prompts_are_compared_on_their_beginning_and_run_once(tmp_path, monkeypatch, forwards):
+    """But for compiled models, which may be compiled anew."""
+    monkeypatch.setattr(model_prefill, "SHORT", 40)
+    monkeypatch.setattr(model_prefill, "rounds_at", lambda length, rounds: (1, True))
+    options = dict(lengths=[48], shares=[0.5], backends=["none"], elastic_backends=["eager"])
+    found = measure(tmp_path / "x.json", **options)
+    assert forwards == [40, 40, 48, 48, 48]
+    # The transformed model may have backends of its own.
     assert [row["backend"] for row in found["rows"]] == ["none", "eager"]
 
 
