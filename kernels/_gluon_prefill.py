@@ -1,16 +1,17 @@
 """Device code of the Hopper prefill kernel; ``gluon_prefill`` launches it.
 
-One program for every multiprocessor works through a list of tiles. Its producer, a single warp,
-loads queries, keys and values by TMA, some blocks ahead and across tiles. Its two consumers, a
-warpgroup each, own 64 rows of the tile: the same positions of two query heads that read the same
-keys or, where a kv head has an odd number of query heads, the halves of 128 rows of one. A consumer
-multiplies the weights of one block with its values while it waits for the scores of the next, and
-one consumer's softmax runs beside the other's products. Masks, positions and units of the scores
-are those of ``_triton_prefill``.
+One program for every multiprocessor works through a list of chunks. Its producer, a single warp,
+loads queries, keys and values by TMA, some blocks ahead and across chunks. Its consumers, a
+warpgroup each, own 64 rows of one query head. The query heads that read the same keys are laid out
+position by position, 64 rows of the first head, of the second, ..., then the next 64 rows of the
+first; a chunk is as many neighbours of that row as there are consumers. The consumers take turns
+to issue their products, so that one's softmax runs beside the others' products. Masks, positions
+and units of the scores are those of ``_triton_prefill``.
 """
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -28,65 +29,94 @@ _LOG2E = gl.constexpr(1.4426950408889634)
 _LN2 = gl.constexpr(0.6931471805599453)
 
 
+@triton.constexpr_function
+def _turn_barrier(instruction, which, consumers):
+    """PTX on the named barrier that admits consumer ``which``; below 8 they are Triton's."""
+    return f"{instruction} {8 + which % consumers}, 256; mov.u32 $0, $1;"
+
+
 @gluon.jit
-def _tile(
+def _await_turn(WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Waits until the consumer before this one has issued its products."""
+    asm: gl.constexpr = _turn_barrier("bar.sync", WHICH, CONSUMERS)
+    lanes = gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(asm, "=r,r", [lanes], gl.int32, False, 1)
+
+
+@gluon.jit
+def _end_turn(WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Admits the next consumer; does not wait."""
+    asm: gl.constexpr = _turn_barrier("bar.arrive", WHICH + 1, CONSUMERS)
+    lanes = gl.full([128], 0, gl.int32, gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(asm, "=r,r", [lanes], gl.int32, False, 1)
+
+
+@gluon.jit
+def _chunk(
     index,
     order,
     units,
-    tiles,
-    even_tiles,
+    chunks,
+    even_chunks,
     section,
-    LANES: gl.constexpr,
     FULL_STREAMS: gl.constexpr,
     SPARSE_STREAMS: gl.constexpr,
 ):
-    """Unit, lane, row tile of the tile ``index``, and whether it streams.
+    """Unit and chunk number ``index`` of the work list, and whether it streams.
 
     The order is that of ``_triton_prefill._choose_tile``.
     """
-    per_unit = LANES * (tiles - even_tiles)
+    per_unit = chunks - even_chunks
     full_units = units
     if FULL_STREAMS != SPARSE_STREAMS:
         full_units = gl.load(order + units)
     elif FULL_STREAMS:
         full_units = units * 0
-    full_tiles = full_units * per_unit
-    heavy_tiles = units * per_unit
-    in_full = index < full_tiles
-    in_heavy = index < heavy_tiles
+    full_chunks = full_units * per_unit
+    heavy_chunks = units * per_unit
+    in_full = index < full_chunks
+    in_heavy = index < heavy_chunks
 
     in_section = index % gl.maximum(section * per_unit, 1)
     section_first = index // gl.maximum(section * per_unit, 1) * section
-    width = gl.maximum(gl.minimum(section, full_units - section_first) * LANES, 1)
-    in_sparse = index - full_tiles
-    sparse_width = gl.maximum((units - full_units) * LANES, 1)
-    in_even = index - heavy_tiles
+    width = gl.maximum(gl.minimum(section, full_units - section_first), 1)
+    in_sparse = index - full_chunks
+    sparse_width = gl.maximum(units - full_units, 1)
+    in_even = index - heavy_chunks
     rank = gl.where(
-        in_full,
-        section_first + in_section % width // LANES,
-        full_units + in_sparse % sparse_width // LANES,
+        in_full, section_first + in_section % width, full_units + in_sparse % sparse_width
     )
-    tile = gl.where(
+    chunk = gl.where(
         in_full,
-        tiles - 1 - in_section // width,
+        chunks - 1 - in_section // width,
         gl.where(
             in_heavy,
-            tiles - 1 - in_sparse // sparse_width,
-            even_tiles - 1 - in_even // (units * LANES),
+            chunks - 1 - in_sparse // sparse_width,
+            even_chunks - 1 - in_even // units,
         ),
     )
-    lane = gl.where(in_full, in_section, gl.where(in_heavy, in_sparse, in_even)) % LANES
     unit = rank
     if FULL_STREAMS != SPARSE_STREAMS:
         unit = gl.load(order + gl.where(in_heavy, rank, 0))
-    unit = gl.where(in_heavy, unit, in_even % (units * LANES) // LANES)
-    return unit, lane, tile, in_heavy & (index >= full_tiles)
+    unit = gl.where(in_heavy, unit, in_even % units)
+    return unit, chunk, in_heavy & (index >= full_chunks)
+
+
+@gluon.jit
+def _rows(chunk, which, queries, group, CONSUMERS: gl.constexpr):
+    """Query head, within its group, and first row of a consumer.
+
+    The last chunk may have fewer neighbours than consumers: then some do the same, to the bit.
+    """
+    items = (queries + _ROWS - 1) // _ROWS * group
+    item = gl.minimum(chunk * CONSUMERS + which, items - 1)
+    return item % group, item // group * _ROWS
 
 
 @gluon.jit
 def _blocks(
     sample,
-    tile,
+    chunk,
     streams,
     start,
     kv_len,
@@ -95,17 +125,19 @@ def _blocks(
     held,
     sink,
     local,
-    SPAN: gl.constexpr,
+    group,
+    CONSUMERS: gl.constexpr,
     BN: gl.constexpr,
+    HOLES: gl.constexpr,
     STREAMS: gl.constexpr,
 ):
-    """The key blocks of a tile: how many all rows see whole, how many are cut, and which.
+    """The key blocks of a chunk: how many all rows see whole, how many are cut, and which.
 
     Returns:
         first, keys: Keys [first, first + keys) of the sample are real.
-        lowest: Position of the tile's first row, counted from the first key.
+        shift: Position of the first query, counted from the first key.
         reach: Keys that a row sees, itself included, beside the sink.
-        broken: Whether the mask has a hole.
+        mine: Whether this launch serves the sample.
         whole, cut: Numbers of blocks.
         where: What ``_block`` turns a number into a block with.
     """
@@ -117,14 +149,16 @@ def _blocks(
     if kv_len is not None:
         filled = gl.minimum(gl.load(kv_len + sample).to(gl.int32), held)
     last = filled
-    broken = sample < 0
+    mine = sample >= 0
     if span is not None:
         last = gl.load(span + sample * 2)
-        broken = gl.load(span + sample * 2 + 1) != 0
+        mine = (gl.load(span + sample * 2 + 1) != 0) == HOLES
     keys = gl.maximum(last - first, 0)
     shift = filled - queries - first
-    lowest = shift + tile * SPAN
-    highest = shift + gl.minimum(tile * SPAN + SPAN, queries) - 1
+    _head, low_row = _rows(chunk, 0, queries, group, CONSUMERS)
+    _head, high_row = _rows(chunk, CONSUMERS - 1, queries, group, CONSUMERS)
+    lowest = shift + low_row
+    highest = shift + gl.minimum(high_row + _ROWS, queries) - 1
     end = gl.minimum(highest + 1, keys)
 
     diagonal = gl.maximum(gl.minimum(lowest, keys - 1), 0) // BN
@@ -140,17 +174,18 @@ def _blocks(
         inner = gl.minimum(gl.maximum(inner, edge), diagonal)
         sink_all = gl.minimum((sink + BN - 1) // BN, edge)
         sink_whole = gl.minimum(sink // BN, edge)
-    # With a hole, every block needs its mask.
-    inner = gl.where(broken, diagonal, inner)
-    sink_whole = gl.where(broken, 0, sink_whole)
+    if HOLES:
+        # Every block needs its mask.
+        inner = diagonal
+        sink_whole = sink_whole * 0
     whole = sink_whole + diagonal - inner
     sink_cut = sink_all - sink_whole
     left_cut = sink_cut + inner - edge
     cut = left_cut + (gl.maximum(end - diagonal * BN, 0) + BN - 1) // BN
-    whole = gl.where(end > 0, whole, 0)
-    cut = gl.where(end > 0, cut, 0)
+    whole = gl.where(mine & (end > 0), whole, 0)
+    cut = gl.where(mine & (end > 0), cut, 0)
     where = (whole, sink_whole, inner, sink_cut, left_cut, edge, diagonal)
-    return first, keys, lowest, reach, broken, whole, cut, where
+    return first, keys, shift, reach, mine, whole, cut, where
 
 
 @gluon.jit
@@ -164,63 +199,75 @@ def _block(t, where):
 
 
 @gluon.jit
-def _rows(kv_head, lane, tile, WHICH: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr):
-    """Query head and first row of a consumer."""
-    head = kv_head * GROUP + lane * PACK
-    row = tile * (2 * _ROWS // PACK)
-    if PACK == 2:
-        head += WHICH
-    else:
-        row += WHICH * _ROWS
-    return head, row
+def _unreal(n, keys, room, mask_row, BN: gl.constexpr):
+    """Whether the block at key n holds keys that are not real, of ``room`` in the tensor.
+
+    What lies past the end of the tensor comes by TMA as zeros.
+    """
+    found = (n + BN > keys) & (keys < room)
+    if mask_row is not None:
+        if not found:
+            j = n + gl.arange(0, BN, gl.BlockedLayout([1], [32], [1], [0]))
+            found = gl.min(gl.load(mask_row + j, mask=j < room, other=1).to(gl.int32), 0) == 0
+    return found
+
+
+@gluon.jit
+def _silence(v, n, keys, mask_row):
+    """Writes zeros over the values of keys that are not real.
+
+    A weight of zero does not silence a NaN.
+    """
+    BN: gl.constexpr = v.shape[2]
+    D: gl.constexpr = v.shape[3]
+    STEP: gl.constexpr = 8
+    LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [1, 1], [1, 0])
+    rows = v.reshape([BN, D])
+    for i in gl.static_range(BN // STEP):
+        part = rows.slice(i * STEP, STEP)
+        j = n + i * STEP + gl.arange(0, STEP, gl.SliceLayout(1, LOADS))
+        real = j < keys
+        if mask_row is not None:
+            real = gl.load(mask_row + j, mask=real, other=0) != 0
+        found = part.load(LOADS)
+        part.store(gl.where(real[:, None], found, gl.zeros_like(found)))
+    fence_async_shared()
 
 
 @gluon.jit
 def _produce(
-    query,
-    key,
-    value,
-    order,
-    start,
-    kv_len,
-    span,
-    q_memory,
-    k_memory,
-    v_memory,
+    inputs,
+    memory,
     barriers,
     sizes,
-    GROUP: gl.constexpr,
-    PACK: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
     FULL_STREAMS: gl.constexpr,
     SPARSE_STREAMS: gl.constexpr,
 ):
     """Loads what the consumers ask for, as soon as there is room."""
+    query, key, value, order, start, kv_len, key_mask, stride_mb, span = inputs
+    q_memory, k_memory, v_memory = memory
     BN: gl.constexpr = k_memory.shape[3]
     D: gl.constexpr = k_memory.shape[4]
+    # Keys that are not real come by TMA as they are.
+    GARBAGE: gl.constexpr = kv_len is not None or span is not None
+    HOLES: gl.constexpr = key_mask is not None
     WIDTH: gl.constexpr = key.dtype.primitive_bitwidth // 8
-    SPAN: gl.constexpr = 2 * _ROWS // PACK
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    queries, held, units, kv_heads, sink, local, tiles, even_tiles, section, work = sizes
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, landed = barriers
+    queries, held, units, kv_heads, group, sink, local, chunks, even_chunks, section, work = sizes
     block = 0
     turn = 0
+    silenced = 0
     for index in range(gl.program_id(0), work, gl.num_programs(0)):
-        unit, lane, tile, streams = _tile(
-            index,
-            order,
-            units,
-            tiles,
-            even_tiles,
-            section,
-            GROUP // PACK,
-            FULL_STREAMS,
-            SPARSE_STREAMS,
+        unit, chunk, streams = _chunk(
+            index, order, units, chunks, even_chunks, section, FULL_STREAMS, SPARSE_STREAMS
         )
         sample = unit // kv_heads
         kv_head = unit % kv_heads
-        first, _keys, _lowest, _reach, _broken, whole, cut, where = _blocks(
+        first, keys, _shift, _reach, _mine, whole, cut, where = _blocks(
             sample,
-            tile,
+            chunk,
             streams,
             start,
             kv_len,
@@ -229,95 +276,93 @@ def _produce(
             held,
             sink,
             local,
-            SPAN,
+            group,
+            CONSUMERS,
             BN,
+            HOLES,
             FULL_STREAMS or SPARSE_STREAMS,
         )
+        mask_row = key_mask
+        if key_mask is not None:
+            mask_row += sample.to(gl.int64) * stride_mb + first
         mbarrier.wait(q_empty, (turn & 1) ^ 1)
-        mbarrier.expect(q_full, 2 * _ROWS * D * WIDTH)
-        for which in gl.static_range(2):
-            head, row = _rows(kv_head, lane, tile, which, GROUP, PACK)
+        mbarrier.expect(q_full, CONSUMERS * _ROWS * D * WIDTH)
+        for which in gl.static_range(CONSUMERS):
+            head, row = _rows(chunk, which, queries, group, CONSUMERS)
             tma.async_copy_global_to_shared(
-                query, [sample, head, row, 0], q_full, q_memory.index(which)
+                query, [sample, kv_head * group + head, row, 0], q_full, q_memory.index(which)
             )
         for t in range(whole + cut):
-            n = first + _block(t, where) * BN
+            n = _block(t, where) * BN
             stage = block % STAGES
             vacant = (block // STAGES & 1) ^ 1
             mbarrier.wait(k_empty.index(stage), vacant)
             mbarrier.expect(k_full.index(stage), BN * D * WIDTH)
             tma.async_copy_global_to_shared(
-                key, [sample, kv_head, n, 0], k_full.index(stage), k_memory.index(stage)
+                key, [sample, kv_head, first + n, 0], k_full.index(stage), k_memory.index(stage)
             )
             mbarrier.wait(v_empty.index(stage), vacant)
-            mbarrier.expect(v_full.index(stage), BN * D * WIDTH)
-            tma.async_copy_global_to_shared(
-                value, [sample, kv_head, n, 0], v_full.index(stage), v_memory.index(stage)
-            )
+            unreal = GARBAGE
+            if GARBAGE:
+                unreal = _unreal(n, keys, held - first, mask_row, BN)
+            if unreal:
+                mbarrier.expect(landed, BN * D * WIDTH)
+                tma.async_copy_global_to_shared(
+                    value, [sample, kv_head, first + n, 0], landed, v_memory.index(stage)
+                )
+                mbarrier.wait(landed, silenced & 1)
+                _silence(v_memory.index(stage), n, keys, mask_row)
+                mbarrier.arrive(v_full.index(stage))
+                silenced += 1
+            else:
+                mbarrier.expect(v_full.index(stage), BN * D * WIDTH)
+                tma.async_copy_global_to_shared(
+                    value,
+                    [sample, kv_head, first + n, 0],
+                    v_full.index(stage),
+                    v_memory.index(stage),
+                )
             block += 1
         turn += 1
 
 
 @gluon.jit
-def _real_keys(n, keys, broken, mask_row, stride_ms, SCORES: gl.constexpr, BN: gl.constexpr):
-    """Which keys of the block at key n the mask calls real, bool [BN]."""
-    j = n + gl.arange(0, BN, gl.SliceLayout(0, SCORES))
-    real = j < keys
-    if mask_row is not None:
-        # Without a hole, what the mask says is where the keys end.
-        if broken:
-            real = gl.load(mask_row + j.to(gl.int64) * stride_ms, mask=real, other=0) != 0
-    return real
-
-
-@gluon.jit
-def _visible(
-    n, position, real, reach, sink, SCORES: gl.constexpr, BN: gl.constexpr, STREAMS: gl.constexpr
+def _hide(
+    scores,
+    n,
+    position,
+    keys,
+    reach,
+    sink,
+    mask_row,
+    PADDED: gl.constexpr,
+    SCORES: gl.constexpr,
+    STREAMS: gl.constexpr,
 ):
-    """Which pairs of the rows at ``position`` and the block at key n count."""
+    """Scores of the block at key n, -inf where a row at ``position`` does not see the key."""
+    BN: gl.constexpr = scores.shape[1]
     j = n + gl.arange(0, BN, gl.SliceLayout(0, SCORES))
-    behind = position[:, None] - j[None, :]
-    visible = (behind >= 0) & real[None, :]
+    # How far ahead of each key a row may be: one comparison for every score. A row before the key
+    # is far ahead without its sign.
+    limit = gl.full([BN], _NO_WINDOW, gl.int32, gl.SliceLayout(0, SCORES))
     if STREAMS:
-        visible = visible & ((behind < reach) | (j < sink)[None, :])
-    return visible
+        limit = gl.where(j < sink, limit, reach)
+    if PADDED:
+        limit = gl.where(j < keys, limit, 0)
+    if mask_row is not None:
+        limit = gl.where(gl.load(mask_row + j, mask=j < keys, other=0) != 0, limit, 0)
+    ahead = (position[:, None] - j[None, :]).to(gl.uint32, bitcast=True)
+    visible = ahead < limit.to(gl.uint32, bitcast=True)[None, :]
+    return gl.where(visible, scores, -float("inf"))
 
 
 @gluon.jit
-def _silence(v, arrived, phase, n, keys, broken, mask_row, stride_ms):
-    """Writes zeros over the values of keys that are not real, once they have arrived.
-
-    A weight of zero does not silence a NaN. Both consumers do so, each before it reads: what they
-    write is the same.
-    """
-    BN: gl.constexpr = v.shape[0]
-    D: gl.constexpr = v.shape[1]
-    STEP: gl.constexpr = 32
-    LOADS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
-    if (n + BN > keys) | broken:
-        mbarrier.wait(arrived, phase)
-        for i in gl.static_range(BN // STEP):
-            part = v.slice(i * STEP, STEP)
-            j = n + i * STEP + gl.arange(0, STEP, gl.SliceLayout(1, LOADS))
-            real = j < keys
-            if mask_row is not None:
-                holes = gl.load(mask_row + j.to(gl.int64) * stride_ms, mask=real & broken, other=1)
-                real = real & (holes != 0)
-            found = part.load(LOADS)
-            part.store(gl.where(real[:, None], found, gl.zeros_like(found)))
-        fence_async_shared()
-        gl.thread_barrier()
-
-
-@gluon.jit
-def _online_softmax(scores, visible, top, total, gain, CUT: gl.constexpr):
+def _online_softmax(scores, top, total, gain, CUT: gl.constexpr):
     """Weights of a block of scores, and the running maximum, sums and factor on what was before.
 
     ``total`` is [rows, 8], to be added up at the end: no shuffles meanwhile.
     """
     BN: gl.constexpr = scores.shape[1]
-    if CUT:
-        scores = gl.where(visible, scores, -float("inf"))
     # Row maxima in chains of BN / 8 elements of a thread rather than one.
     found = gl.max(gl.max(gl.reshape(scores, [_ROWS, BN // 8, 8]), 1), 1)
     new_top = gl.maximum(top, gl.convert_layout(found, top.type.layout) * gain)
@@ -339,7 +384,6 @@ def _step(
     barriers,
     block,
     n,
-    last_n,
     acc,
     p,
     top,
@@ -349,103 +393,85 @@ def _step(
     keys,
     reach,
     sink,
-    broken,
     mask_row,
-    stride_ms,
+    PADDED: gl.constexpr,
     SCORES: gl.constexpr,
     STAGES: gl.constexpr,
     STREAMS: gl.constexpr,
     CUT: gl.constexpr,
-    GARBAGE: gl.constexpr,
+    WHICH: gl.constexpr,
+    CONSUMERS: gl.constexpr,
 ):
     """Scores of a block at key n, beside the products of the last block's weights ``p``."""
     BN: gl.constexpr = k_memory.shape[3]
     D: gl.constexpr = k_memory.shape[4]
-    _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
+    _q_full, _q_empty, k_full, k_empty, v_full, v_empty, _landed = barriers
     stage = block % STAGES
     before = (block - 1) % STAGES
     v = v_memory.index(before).reshape([BN, D])
     v_phase = (block - 1) // STAGES & 1
-    real = broken
-    if CUT:
-        real = _real_keys(n, keys, broken, mask_row, stride_ms, SCORES, BN)
-        if GARBAGE:
-            _silence(v, v_full.index(before), v_phase, last_n, keys, broken, mask_row, stride_ms)
     mbarrier.wait(k_full.index(stage), block // STAGES & 1)
     k = k_memory.index(stage).reshape([BN, D])
     blank = gl.zeros([_ROWS, BN], gl.float32, SCORES)
+    _await_turn(WHICH, CONSUMERS)
     scores = warpgroup_mma(q, k.permute((1, 0)), blank, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), v_phase)
     products = warpgroup_mma(p, v, acc, is_async=True)
+    _end_turn(WHICH, CONSUMERS)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     mbarrier.arrive(k_empty.index(stage))
-    visible = broken
     if CUT:
-        visible = _visible(n, position, real, reach, sink, SCORES, BN, STREAMS)
-    weights, top, total, shrink = _online_softmax(scores, visible, top, total, gain, CUT)
-    acc, p = warpgroup_mma_wait(0, deps=(products, p))
+        scores = _hide(scores, n, position, keys, reach, sink, mask_row, PADDED, SCORES, STREAMS)
+    weights, top, total, shrink = _online_softmax(scores, top, total, gain, CUT)
+    next_p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
+    acc, p, next_p = warpgroup_mma_wait(0, deps=(products, p, next_p))
     mbarrier.arrive(v_empty.index(before))
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return acc, gl.convert_layout(weights.to(p.dtype), p.type.layout), top, total
+    return acc, next_p, top, total
 
 
 @gluon.jit
 def _consume(
-    out,
-    lse,
-    order,
-    start,
-    kv_len,
-    key_mask,
-    span,
-    q_memory,
-    k_memory,
-    v_memory,
+    tensors,
+    memory,
     barriers,
-    scale,
-    stride_mb,
-    stride_ms,
+    numbers,
     sizes,
     WHICH: gl.constexpr,
-    GROUP: gl.constexpr,
-    PACK: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
     FULL_STREAMS: gl.constexpr,
     SPARSE_STREAMS: gl.constexpr,
 ):
-    """Output and log-sum-exp of 64 rows of every tile of the program."""
+    """Output and log-sum-exp of 64 rows of every chunk of the program."""
+    out, lse, order, start, kv_len, key_mask, span = tensors
+    q_memory, k_memory, v_memory = memory
+    scale, stride_mb = numbers
     BN: gl.constexpr = k_memory.shape[3]
     D: gl.constexpr = k_memory.shape[4]
-    SPAN: gl.constexpr = 2 * _ROWS // PACK
     STREAMS: gl.constexpr = FULL_STREAMS or SPARSE_STREAMS
-    # What lies past the last key comes by TMA as it is, but past the end of the tensor.
-    GARBAGE: gl.constexpr = kv_len is not None or key_mask is not None
+    PADDED: gl.constexpr = span is not None
+    HOLES: gl.constexpr = key_mask is not None
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    queries, held, units, kv_heads, sink, local, tiles, even_tiles, section, work = sizes
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, _landed = barriers
+    queries, held, units, kv_heads, group, sink, local, chunks, even_chunks, section, work = sizes
     gain = scale * _LOG2E
+    if WHICH == CONSUMERS - 1:
+        _end_turn(WHICH, CONSUMERS)
     block = 0
     turn = 0
     for index in range(gl.program_id(0), work, gl.num_programs(0)):
-        unit, lane, tile, streams = _tile(
-            index,
-            order,
-            units,
-            tiles,
-            even_tiles,
-            section,
-            GROUP // PACK,
-            FULL_STREAMS,
-            SPARSE_STREAMS,
+        unit, chunk, streams = _chunk(
+            index, order, units, chunks, even_chunks, section, FULL_STREAMS, SPARSE_STREAMS
         )
         sample = unit // kv_heads
         kv_head = unit % kv_heads
-        first, keys, lowest, reach, broken, whole, cut, where = _blocks(
+        first, keys, shift, reach, mine, whole, cut, where = _blocks(
             sample,
-            tile,
+            chunk,
             streams,
             start,
             kv_len,
@@ -454,15 +480,18 @@ def _consume(
             held,
             sink,
             local,
-            SPAN,
+            group,
+            CONSUMERS,
             BN,
+            HOLES,
             STREAMS,
         )
-        head, row = _rows(kv_head, lane, tile, WHICH, GROUP, PACK)
-        position = lowest + row - tile * SPAN + gl.arange(0, _ROWS, BY_ROW)
+        head, row = _rows(chunk, WHICH, queries, group, CONSUMERS)
+        head += kv_head * group
+        position = shift + row + gl.arange(0, _ROWS, BY_ROW)
         mask_row = key_mask
         if key_mask is not None:
-            mask_row += sample.to(gl.int64) * stride_mb + first.to(gl.int64) * stride_ms
+            mask_row += sample.to(gl.int64) * stride_mb + first
 
         acc = gl.zeros([_ROWS, D], gl.float32, OUTPUT)
         top = gl.full([_ROWS], -float("inf"), gl.float32, BY_ROW)
@@ -478,9 +507,11 @@ def _consume(
             scores = warpgroup_mma(q, k.permute((1, 0)), blank, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(0, deps=(scores,))
             mbarrier.arrive(k_empty.index(stage))
-            real = _real_keys(n, keys, broken, mask_row, stride_ms, SCORES, BN)
-            visible = _visible(n, position, real, reach, sink, SCORES, BN, STREAMS)
-            weights, top, total, _shrink = _online_softmax(scores, visible, top, total, gain, True)
+            if whole == 0:
+                scores = _hide(
+                    scores, n, position, keys, reach, sink, mask_row, PADDED, SCORES, STREAMS
+                )
+            weights, top, total, _shrink = _online_softmax(scores, top, total, gain, True)
             p = gl.convert_layout(weights.to(out.dtype), WEIGHTS)
             block += 1
             for _t in range(1, whole):
@@ -491,7 +522,6 @@ def _consume(
                     barriers,
                     block,
                     n,
-                    n,
                     acc,
                     p,
                     top,
@@ -501,17 +531,16 @@ def _consume(
                     keys,
                     reach,
                     sink,
-                    broken,
                     mask_row,
-                    stride_ms,
+                    PADDED,
                     SCORES,
                     STAGES,
                     STREAMS,
                     False,
-                    GARBAGE,
+                    WHICH,
+                    CONSUMERS,
                 )
                 block += 1
-            last_n = _block(gl.maximum(whole - 1, 0), where) * BN
             for t in range(gl.maximum(whole, 1), whole + cut):
                 n = _block(t, where) * BN
                 acc, p, top, total = _step(
@@ -521,7 +550,6 @@ def _consume(
                     barriers,
                     block,
                     n,
-                    last_n,
                     acc,
                     p,
                     top,
@@ -531,24 +559,19 @@ def _consume(
                     keys,
                     reach,
                     sink,
-                    broken,
                     mask_row,
-                    stride_ms,
+                    PADDED,
                     SCORES,
                     STAGES,
                     STREAMS,
                     True,
-                    GARBAGE,
+                    WHICH,
+                    CONSUMERS,
                 )
                 block += 1
-                last_n = n
             before = (block - 1) % STAGES
             v = v_memory.index(before).reshape([BN, D])
             v_phase = (block - 1) // STAGES & 1
-            if GARBAGE:
-                _silence(
-                    v, v_full.index(before), v_phase, last_n, keys, broken, mask_row, stride_ms
-                )
             mbarrier.wait(v_full.index(before), v_phase)
             products = warpgroup_mma(p, v, acc, is_async=True)
             acc, p = warpgroup_mma_wait(0, deps=(products, p))
@@ -558,8 +581,8 @@ def _consume(
         sums = gl.where(empty, 1.0, gl.convert_layout(gl.sum(total, 1), BY_ROW))
         rows = row + gl.arange(0, _ROWS, BY_ROW)
         log = gl.where(empty, -float("inf"), (top + gl.log2(sums)) * _LN2)
-        first_log = (sample.to(gl.int64) * (kv_heads * GROUP) + head) * queries
-        gl.store(lse + first_log + rows, log, mask=rows < queries)
+        first_log = (sample.to(gl.int64) * (kv_heads * group) + head) * queries
+        gl.store(lse + first_log + rows, log, mask=mine & (rows < queries))
         factor = gl.convert_layout(1.0 / sums, gl.SliceLayout(1, OUTPUT))
         blank_row = gl.convert_layout(empty, gl.SliceLayout(1, OUTPUT))
         # Not the factor alone: an empty row's products may be NaN.
@@ -567,10 +590,14 @@ def _consume(
         # The queries are no longer needed: the output leaves through their memory.
         q.store(acc.to(out.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out, [sample, head, row, 0], q_memory.index(WHICH))
+        if mine:
+            tma.async_copy_shared_to_global(out, [sample, head, row, 0], q_memory.index(WHICH))
         tma.store_wait(0)
         mbarrier.arrive(q_empty)
         turn += 1
+    if WHICH == 0:
+        # Nobody else takes the last turn.
+        _await_turn(WHICH, CONSUMERS)
 
 
 @gluon.jit(
@@ -580,10 +607,11 @@ def _consume(
         "held",
         "units",
         "kv_heads",
+        "group",
         "sink",
         "local",
-        "tiles",
-        "even_tiles",
+        "chunks",
+        "even_chunks",
         "section",
         "work",
     ]
@@ -601,32 +629,38 @@ def prefill(
     span,
     scale,
     stride_mb,
-    stride_ms,
     queries,
     held,
     units,
     kv_heads,
+    group,
     sink,
     local,
-    tiles,
-    even_tiles,
+    chunks,
+    even_chunks,
     section,
     work,
-    GROUP: gl.constexpr,
-    PACK: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     BN: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
     FULL_STREAMS: gl.constexpr,
     SPARSE_STREAMS: gl.constexpr,
 ):
-    """Every ``num_programs``-th tile of the work list, from ``program_id`` on.
+    """Every ``num_programs``-th chunk of the work list, from ``program_id`` on.
 
-    ``query`` ... ``out`` are TMA descriptors of [B, H, S, D]; ``work`` is the number of tiles. The
-    other arguments are those of ``_triton_prefill.prefill``.
+    ``query`` ... ``out`` are TMA descriptors of [B, H, S, D]; ``work`` is the number of chunks. The
+    other arguments are those of ``_triton_prefill.prefill``. Where there is a mask, one launch gets
+    its spans alone and serves the samples without a hole; the next gets the mask too and serves the
+    others. Together they would need registers that neither has to spare.
     """
     D: gl.constexpr = key.block_type.shape[3]
-    q_memory = gl.allocate_shared_memory(query.dtype, [2, 1, 1, _ROWS, D], query.layout)
+    if key_mask is not None:
+        holes = 0
+        for sample in range(units // kv_heads):
+            holes |= gl.load(span + sample * 2 + 1)
+        work = gl.where(holes != 0, work, 0)
+    q_memory = gl.allocate_shared_memory(query.dtype, [CONSUMERS, 1, 1, _ROWS, D], query.layout)
     k_memory = gl.allocate_shared_memory(key.dtype, [STAGES, 1, 1, BN, D], key.layout)
     v_memory = gl.allocate_shared_memory(value.dtype, [STAGES, 1, 1, BN, D], value.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -635,93 +669,135 @@ def prefill(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(landed, count=1)
     mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=2)
+    mbarrier.init(q_empty, count=CONSUMERS)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(v_empty.index(i), count=2)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
     fence_async_shared()
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    sizes = (queries, held, units, kv_heads, sink, local, tiles, even_tiles, section, work)
-    gl.warp_specialize(
-        [
-            (
-                _consume,
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, landed)
+    sizes = (queries, held, units, kv_heads, group, sink, local, chunks, even_chunks, section, work)
+    tensors = (out, lse, order, start, kv_len, key_mask, span)
+    memory = (q_memory, k_memory, v_memory)
+    numbers = (scale, stride_mb)
+    inputs = (query, key, value, order, start, kv_len, key_mask, stride_mb, span)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
                 (
-                    out,
-                    lse,
-                    order,
-                    start,
-                    kv_len,
-                    key_mask,
-                    span,
-                    q_memory,
-                    k_memory,
-                    v_memory,
-                    barriers,
-                    scale,
-                    stride_mb,
-                    stride_ms,
-                    sizes,
-                    0,
-                    GROUP,
-                    PACK,
-                    STAGES,
-                    FULL_STREAMS,
-                    SPARSE_STREAMS,
+                    _consume,
+                    (
+                        tensors,
+                        memory,
+                        barriers,
+                        numbers,
+                        sizes,
+                        0,
+                        CONSUMERS,
+                        STAGES,
+                        FULL_STREAMS,
+                        SPARSE_STREAMS,
+                    ),
                 ),
-            ),
-            (
-                _consume,
                 (
-                    out,
-                    lse,
-                    order,
-                    start,
-                    kv_len,
-                    key_mask,
-                    span,
-                    q_memory,
-                    k_memory,
-                    v_memory,
-                    barriers,
-                    scale,
-                    stride_mb,
-                    stride_ms,
-                    sizes,
-                    1,
-                    GROUP,
-                    PACK,
-                    STAGES,
-                    FULL_STREAMS,
-                    SPARSE_STREAMS,
+                    _consume,
+                    (
+                        tensors,
+                        memory,
+                        barriers,
+                        numbers,
+                        sizes,
+                        1,
+                        CONSUMERS,
+                        STAGES,
+                        FULL_STREAMS,
+                        SPARSE_STREAMS,
+                    ),
                 ),
-            ),
-            (
-                _produce,
                 (
-                    query,
-                    key,
-                    value,
-                    order,
-                    start,
-                    kv_len,
-                    span,
-                    q_memory,
-                    k_memory,
-                    v_memory,
-                    barriers,
-                    sizes,
-                    GROUP,
-                    PACK,
-                    STAGES,
-                    FULL_STREAMS,
-                    SPARSE_STREAMS,
+                    _produce,
+                    (
+                        inputs,
+                        memory,
+                        barriers,
+                        sizes,
+                        CONSUMERS,
+                        STAGES,
+                        FULL_STREAMS,
+                        SPARSE_STREAMS,
+                    ),
                 ),
-            ),
-        ],
-        [4, 1],
-        [REGISTERS, _PRODUCER_REGISTERS],
-    )
+            ],
+            [4, 1],
+            [REGISTERS, _PRODUCER_REGISTERS],
+        )
+    else:
+        gl.static_assert(CONSUMERS == 3)
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (
+                        tensors,
+                        memory,
+                        barriers,
+                        numbers,
+                        sizes,
+                        0,
+                        CONSUMERS,
+                        STAGES,
+                        FULL_STREAMS,
+                        SPARSE_STREAMS,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        tensors,
+                        memory,
+                        barriers,
+                        numbers,
+                        sizes,
+                        1,
+                        CONSUMERS,
+                        STAGES,
+                        FULL_STREAMS,
+                        SPARSE_STREAMS,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        tensors,
+                        memory,
+                        barriers,
+                        numbers,
+                        sizes,
+                        2,
+                        CONSUMERS,
+                        STAGES,
+                        FULL_STREAMS,
+                        SPARSE_STREAMS,
+                    ),
+                ),
+                (
+                    _produce,
+                    (
+                        inputs,
+                        memory,
+                        barriers,
+                        sizes,
+                        CONSUMERS,
+                        STAGES,
+                        FULL_STREAMS,
+                        SPARSE_STREAMS,
+                    ),
+                ),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, _PRODUCER_REGISTERS],
+        )

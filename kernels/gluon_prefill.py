@@ -2,7 +2,8 @@
 
 One launch serves full and streaming heads. A small kernel before it sorts the (sample, kv head)
 pairs by their routes, on the device: nothing waits for the host and a captured CUDA graph follows
-new routes. Lengths are run-time arguments: no compilation per length. Triton is imported by the
+new routes. Lengths and head counts are run-time arguments: no
+compilation for each. Triton is imported by the
 first call.
 """
 
@@ -20,12 +21,12 @@ from elastic_compile.kernels._call import BLOCKS, STREAMING, AttentionCall, new_
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD = 128
-_SMALLEST_HEAD = 64
+_SMALLEST_HEAD = 33
 _FEWEST_QUERIES = 128
-_FEWEST_KEYS = 8192
-"""With fewer, the Triton kernel is as fast; a call that names this one gets it all the same."""
+_FEWEST_KEYS = {64: 8192, 128: 4096}
+"""By the elements of a row in shared memory. With fewer keys the Triton kernel is as fast; a call
+that names this one gets it all the same."""
 _ROWS = 64
-_CONSUMERS = 2
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,19 @@ class Config:
     Attributes:
         keys: Keys of a block, a power of two.
         stages: Blocks of keys and of values in shared memory.
+        consumers: Warpgroups, 2 or 3.
         registers: Of a consumer's thread.
     """
 
     keys: int = 128
     stages: int = 2
+    consumers: int = 2
     registers: int = 240
+
+
+_CONFIGS = {64: Config(consumers=3, registers=160), 128: Config()}
+"""By the elements of a row in shared memory. Half the products for as many exponentials: a third
+consumer keeps both units busy."""
 
 
 def supports(call: AttentionCall) -> tuple[bool, str]:
@@ -51,12 +59,13 @@ def supports(call: AttentionCall) -> tuple[bool, str]:
     if query.dtype not in _DTYPES:
         return False, f"dtype {query.dtype} is not supported"
     size = query.shape[3]
-    if size != call.value.shape[3] or not _SMALLEST_HEAD < size <= _LARGEST_HEAD:
-        return False, f"needs one head size, of {_SMALLEST_HEAD + 1} to {_LARGEST_HEAD}"
+    if size != call.value.shape[3] or not _SMALLEST_HEAD <= size <= _LARGEST_HEAD:
+        return False, f"needs one head size, of {_SMALLEST_HEAD} to {_LARGEST_HEAD}"
     if query.shape[2] < _FEWEST_QUERIES:
         return False, f"fewer than {_FEWEST_QUERIES} queries"
-    if call.key.shape[2] < _FEWEST_KEYS and call.implementation != "gluon":
-        return False, f"fewer than {_FEWEST_KEYS} keys"
+    fewest = _FEWEST_KEYS[_width(size)]
+    if call.key.shape[2] < fewest and call.implementation != "gluon":
+        return False, f"fewer than {fewest:,} keys"
     given = {
         "block lists": BLOCKS in call.modes or None,
         "packed documents": call.cu_seqlens,
@@ -80,15 +89,15 @@ def forward(call: AttentionCall, config: Config | None = None) -> tuple[Tensor, 
 
     Args:
         call: Arguments for which :func:`supports` holds.
-        config: Overrides the default.
+        config: Overrides the choice by head size.
 
     Returns:
         Output [B, Hq, Sq, D] in the query's dtype, [B, Sq, Hq, D] in memory, and log-sum-exp
         [B, Hq, Sq] in float32.
     """
-    config = config or Config()
     query, key, value, scale = call.query, call.key, call.value, call.scale
     batch, heads, queries, size = query.shape
+    config = config or _CONFIGS[_width(size)]
     if scale is None:
         scale = size**-0.5
     elif scale < 0:
@@ -100,15 +109,17 @@ def forward(call: AttentionCall, config: Config | None = None) -> tuple[Tensor, 
     )
     out, lse = new_outputs(call)
     units, group = batch * kv_heads, heads // kv_heads
-    pack = _CONSUMERS if group % _CONSUMERS == 0 else 1
-    span = _ROWS * _CONSUMERS // pack
-    tiles = -(-queries // span)
-    even_tiles = 0
+    chunks = -(-(-(-queries // _ROWS) * group) // config.consumers)
+    even_chunks = 0
     if full_streams or sparse_streams:
-        # Tiles whose last row, at its latest position, still sees all keys before it.
-        even_tiles = (call.sink + call.local - (held - queries)) // span
-        even_tiles = min(max(even_tiles, 0), tiles)
-    mask = None if call.key_mask is None else call.key_mask.view(torch.uint8)
+        # Chunks whose last row, at its latest position, still sees all keys before it.
+        even_rows = max(call.sink + call.local - (held - queries), 0)
+        even_chunks = min(even_rows // _ROWS * group // config.consumers, chunks)
+    mask = None
+    if call.key_mask is not None:
+        mask = call.key_mask.view(torch.uint8)
+        # Bytes of a row side by side: 32-bit offsets from its beginning.
+        mask = mask if mask.stride(1) == 1 else mask.contiguous()
     with torch.cuda.device(query.device):
         order = None
         if full_streams != sparse_streams:
@@ -118,40 +129,43 @@ def forward(call: AttentionCall, config: Config | None = None) -> tuple[Tensor, 
             start = start.contiguous()
         if kv_len is not None:
             kv_len = kv_len.expand(batch).contiguous()
-        work = units * (group // pack) * tiles
-        _kernels().prefill[(min(_gpu.multiprocessors(query.device), work),)](
-            _descriptor(query, _ROWS),
-            _descriptor(key, config.keys),
-            _descriptor(value, config.keys),
-            _descriptor(out, _ROWS),
-            lse,
-            order,
-            start,
-            kv_len,
-            mask,
-            None if mask is None else _gpu.find_spans(mask, start, kv_len),
-            max(float(scale), _gpu.LEAST_SCALE),
-            0 if mask is None else mask.stride(0),
-            0 if mask is None else mask.stride(1),
-            queries,
-            held,
-            units,
-            kv_heads,
-            min(call.sink, held),
-            min(call.local, held),
-            tiles,
-            even_tiles,
-            _gpu.section(key, value),
-            work,
-            GROUP=group,
-            PACK=pack,
-            BN=config.keys,
-            STAGES=config.stages,
-            REGISTERS=config.registers,
-            FULL_STREAMS=full_streams,
-            SPARSE_STREAMS=sparse_streams,
-            num_warps=4,
-        )
+        span = None if mask is None else _gpu.find_spans(mask, start, kv_len)
+        work = units * chunks
+        # Samples whose mask has a hole are served by a launch of their own, which ends at once if
+        # there are none.
+        for holes in (None,) if mask is None else (None, mask):
+            _kernels().prefill[(min(_gpu.multiprocessors(query.device), work),)](
+                _descriptor(query, _ROWS),
+                _descriptor(key, config.keys),
+                _descriptor(value, config.keys),
+                _descriptor(out, _ROWS),
+                lse,
+                order,
+                start,
+                kv_len,
+                holes,
+                span,
+                max(float(scale), _gpu.LEAST_SCALE),
+                0 if mask is None else mask.stride(0),
+                queries,
+                held,
+                units,
+                kv_heads,
+                group,
+                min(call.sink, held),
+                min(call.local, held),
+                chunks,
+                even_chunks,
+                _gpu.section(key, value),
+                work,
+                CONSUMERS=config.consumers,
+                BN=config.keys,
+                STAGES=config.stages,
+                REGISTERS=config.registers,
+                FULL_STREAMS=full_streams,
+                SPARSE_STREAMS=sparse_streams,
+                num_warps=4,
+            )
     return out, lse
 
 
@@ -161,8 +175,13 @@ def _descriptor(tensor: Tensor, rows: int) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    block = [1, 1, rows, _LARGEST_HEAD]
+    block = [1, 1, rows, _width(tensor.shape[3])]
     return TensorDescriptor(tensor, list(tensor.shape), _gpu.tma_strides(tensor), block, layout)
+
+
+def _width(size: int) -> int:
+    """Elements of a row in shared memory."""
+    return 64 if size <= 64 else _LARGEST_HEAD
 
 
 @functools.cache

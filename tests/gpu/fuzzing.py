@@ -92,7 +92,9 @@ def _kinds(draw: random.Random, kernel: str, count: int) -> list[Kind]:
     half = [torch.bfloat16, torch.bfloat16, torch.float16]
     axes: dict[str, Sequence[Any]] = {
         "dtype": half if hopper else [*half, torch.float16, torch.float32],
-        "size": [80, 96, 112, 128, 128] if hopper else [16, 24, 64, 64, 80, 96, 128, 128, 256],
+        "size": [40, 64, 64, 80, 112, 128, 128]
+        if hopper
+        else [16, 24, 64, 64, 80, 96, 128, 128, 256],
         "other": [0] if hopper else [0, 0, 0, 16, 40, 128],
         "group": [1, 2, 3, 4, 7, 8],
         "rows": [MANY] if hopper else [MANY] * 6 + [1, 4, 16, 64],

@@ -42,6 +42,7 @@ CASES = {
         config=Config(rows=32, keys=16, warps=4, stages=3, overlap=True, split_sums=False),
     ),
     "hopper": dict(kernel="gluon", size=128, rows=300, keys=300),
+    "hopper, three consumers": dict(kernel="gluon", size=64, rows=300, keys=333, mask="both"),
     "hopper, mask": dict(kernel="gluon", size=128, rows=300, keys=333, mask="both", kv_len=True),
     "hopper, holes": dict(kernel="gluon", size=96, rows=200, keys=200, mask="holes", group=3),
 }  # fmt: skip

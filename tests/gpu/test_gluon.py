@@ -24,6 +24,7 @@ pytestmark = [
     ),
 ]
 
+sizes = pytest.mark.parametrize("size", [64, 128])
 half = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 
 
@@ -36,39 +37,44 @@ def make(**options):
 
 
 @half
-@pytest.mark.parametrize("size", [72, 80, 96, 112, 128])
+@pytest.mark.parametrize("size", [40, 64, 72, 80, 96, 112, 128])
 def test_head_sizes(poisoned_memory, dtype, size):
     gluon(make(size=size, dtype=dtype))
 
 
+@sizes
 @pytest.mark.parametrize("rows", [128, 129, 191, 192, 700])
-def test_row_counts(poisoned_memory, rows):
-    gluon(make(rows=rows, keys=rows))
+def test_row_counts(poisoned_memory, size, rows):
+    gluon(make(size=size, rows=rows, keys=rows))
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
-def test_query_heads_to_a_kv_head(poisoned_memory, group):
-    gluon(make(heads=2 * group))
+@sizes
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8])
+def test_query_heads_to_a_kv_head(poisoned_memory, size, group):
+    gluon(make(size=size, heads=2 * group))
 
 
 @pytest.mark.parametrize(
     ("full_mode", "sparse_mode"),
     [("full", "full"), ("streaming", "streaming"), ("streaming", "full")],
 )
-def test_modes(poisoned_memory, full_mode, sparse_mode):
-    gluon(make(rows=600, keys=600), full_mode=full_mode, sparse_mode=sparse_mode)
+@sizes
+def test_modes(poisoned_memory, size, full_mode, sparse_mode):
+    gluon(make(size=size, rows=600, keys=600), full_mode=full_mode, sparse_mode=sparse_mode)
 
 
 @pytest.mark.parametrize(
     ("sink", "local"), [(0, 1), (0, 128), (128, 128), (200, 1), (4, 290), (130, 64)], ids=str
 )
-def test_windows(poisoned_memory, sink, local):
-    gluon(make(batch=1, rows=700, keys=700), sink=sink, local=local)
+@sizes
+def test_windows(poisoned_memory, size, sink, local):
+    gluon(make(size=size, batch=1, rows=700, keys=700), sink=sink, local=local)
 
 
 @half
-def test_padding_and_a_static_cache(poisoned_memory, dtype):
-    query, key, value = make(batch=3, rows=150, keys=500, dtype=dtype)
+@sizes
+def test_padding_and_a_static_cache(poisoned_memory, size, dtype):
+    query, key, value = make(size=size, batch=3, rows=150, keys=500, dtype=dtype)
     start = torch.tensor([0, 77, 300]).cuda()
     kv_len = torch.tensor([500, 431, 300]).cuda()
     for sample in range(3):
@@ -91,9 +97,10 @@ def test_more_rows_than_keys(poisoned_memory):
     assert gluon(make(rows=300, keys=170)).any()
 
 
+@sizes
 @pytest.mark.parametrize("sparse_mode", ["full", "streaming"])
-def test_holes(poisoned_memory, sparse_mode):
-    query, key, value = make(rows=500, keys=500)
+def test_holes(poisoned_memory, size, sparse_mode):
+    query, key, value = make(size=size, rows=500, keys=500)
     mask = torch.rand(2, 500, device="cuda") > 0.3
     for tensor in (key, value):
         tensor.transpose(1, 2)[~mask] = torch.nan
@@ -101,11 +108,12 @@ def test_holes(poisoned_memory, sparse_mode):
     gluon((query, key, value), key_mask=mask, start=start, sparse_mode=sparse_mode)
 
 
+@sizes
 @pytest.mark.parametrize("sparse_mode", ["full", "streaming"])
-def test_a_mask_that_only_pads(poisoned_memory, sparse_mode):
+def test_a_mask_that_only_pads(poisoned_memory, size, sparse_mode):
     """Left, right, both, none, all, and one sample with a hole beside them."""
     ranges = [(0, 700), (331, 700), (0, 333), (200, 500), (7, 7), (0, 700)]
-    query, key, value = make(batch=6, rows=700, keys=700)
+    query, key, value = make(size=size, batch=6, rows=700, keys=700)
     column = torch.arange(700, device="cuda")
     mask = torch.stack([(column >= low) & (column < high) for low, high in ranges])
     mask[-1, 300:310] = False
@@ -114,6 +122,13 @@ def test_a_mask_that_only_pads(poisoned_memory, sparse_mode):
     start = torch.tensor([low for low, _ in ranges]).cuda()
     empty = gluon((query, key, value), key_mask=mask, start=start, sparse_mode=sparse_mode)
     assert empty[4].all() and not empty[0].any()
+
+
+def test_masks_that_are_not_contiguous(poisoned_memory):
+    mask = torch.rand(600, 2, device="cuda") > 0.3
+    gluon(make(rows=300, keys=300), key_mask=mask.t()[:, ::2])
+    one = torch.rand(2, 1, device="cuda") > 0.3
+    gluon(make(rows=300, keys=300), key_mask=one.expand(2, 300))
 
 
 def test_scales(poisoned_memory):
@@ -132,19 +147,21 @@ def test_heads_first_in_memory(poisoned_memory):
     gluon([tensor.contiguous() for tensor in make(rows=400, keys=400)])
 
 
-def test_many_heads_and_samples(poisoned_memory):
-    """More units than one scan of the routes holds, more tiles than programs."""
-    tensors = make(batch=70, heads=32, kv_heads=16, rows=200, keys=200)
+@sizes
+def test_many_heads_and_samples(poisoned_memory, size):
+    """More units than one scan of the routes holds, more chunks than programs."""
+    tensors = make(size=size, batch=70, heads=32, kv_heads=16, rows=200, keys=200)
     route = (torch.rand(70, 16) < 0.4).to(torch.int32).cuda()
     out, _ = attend(tensors, route, sink=2, local=9, kernel="gluon")
     call = AttentionCall(*tensors, route, 2, 9)
     assert difference(out, reference.forward(call, torch.float64)[0]) < TOLERANCE[out.dtype]
 
 
-def test_long_rows_keep_their_accuracy():
+@sizes
+def test_long_rows_keep_their_accuracy(size):
     """8,192 keys with drifting means, so that the running maximum moves."""
     length = 8192
-    query, key, value = make(batch=1, rows=length, keys=length)
+    query, key, value = make(size=size, batch=1, rows=length, keys=length)
     drift = torch.linspace(-2, 2, length, device="cuda")[:, None].bfloat16()
     key = key + drift * query[:, :1, -1:]
     route = alternating(1, 2)
@@ -159,9 +176,12 @@ def test_long_rows_keep_their_accuracy():
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"rows": 128, "keys": 8192}, "gluon"),
+        ({"rows": 128, "keys": 4096}, "gluon"),
+        ({"rows": 128, "keys": 4095}, "triton"),
         ({}, "triton"),
-        ({"keys": 8192, "size": 64}, "triton"),
+        ({"rows": 128, "keys": 8192, "size": 64}, "gluon"),
+        ({"rows": 128, "keys": 8191, "size": 64}, "triton"),
+        ({"keys": 8192, "size": 32}, "triton"),
         ({"keys": 8192, "dtype": torch.float32}, "triton"),
         ({"keys": 8192, "rows": 127}, "triton"),
         ({"keys": 8192, "value_size": 96}, "triton"),

@@ -174,6 +174,18 @@ def test_left_padding_leaves_empty_rows(poisoned_memory, size):
     assert check(inputs(size=size), start=torch.tensor([0, 200]).cuda()).any()
 
 
+@pytest.mark.parametrize("size", [16, 24, 64])
+@pytest.mark.parametrize("value_size", [8, 16, 24])
+def test_small_values_shared_by_the_samples_under_a_mask(poisoned_memory, size, value_size):
+    """No TMA for strides of zero; masked values take another way than loaded ones."""
+    query, key, value = inputs(rows=300, keys=300, size=size, value_size=value_size)
+    key, value = (x[:1].expand(2, -1, -1, -1) for x in (key, value))
+    mask = torch.rand(2, 300, device="cuda") > 0.5
+    for tensor in (key, value):
+        tensor[0].transpose(0, 1)[~mask.any(0)] = torch.nan
+    check((query, key, value), key_mask=mask)
+
+
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_holes(poisoned_memory, size):
     query, key, value = inputs(size=size)
