@@ -1,38 +1,10 @@
-"""Attention under relaxed routes: what training needs beside the chosen output.
-
-The routed output of a head is O = (1 - r) * O_full + r * O_sparse (arXiv 2601.17367, section 3).
-Straight-through routes are exactly 0 or 1 in the forward pass, so O is the chosen output, and the
-route's gradient is <dO, O_sparse - O_full>.
-"""
+"""``attention_train`` for the plain causal case, out of torch SDPA calls."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
-
-
-def mix(attend: Callable[[Tensor], Tensor], route: Tensor, group: int) -> Tensor:
-    """Routed output and its gradients, with a backward through the chosen mode only.
-
-    Args:
-        attend: Attention [B, Hq, S, D] under int32 routes [B, H].
-        route: Straight-through routes, float [B, H]: exactly 0.0 or 1.0.
-        group: Query heads a kv head, Hq / H.
-
-    Returns:
-        [B, Hq, S, D].
-    """
-    hard = (route.detach() > 0.5).to(torch.int32)
-    chosen = attend(hard)
-    with torch.no_grad():
-        difference = attend(1 - hard) - chosen
-        # The other output minus the chosen one is O_sparse - O_full up to its sign.
-        difference = difference * _per_query_head(1 - 2 * hard, group).to(chosen.dtype)
-    zero = _per_query_head(route - hard, group).to(chosen.dtype)
-    return chosen + zero * difference
 
 
 def mix_blocked(
@@ -45,7 +17,7 @@ def mix_blocked(
     local: int,
     scale: float | None = None,
 ) -> Tensor:
-    """The same for the plain causal case, out of torch SDPA calls that have fast GPU backwards.
+    """Routed output of two differentiable SDPA calls, which have fast GPU backwards.
 
     Args:
         query: [B, Hq, S, D].

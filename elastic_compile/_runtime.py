@@ -370,34 +370,32 @@ def _attend(
     if not torch.compiler.is_compiling():
         _state.remember(site, route, past + length, real)
 
-    def attend(routes: Tensor) -> Tensor:
-        return ops.attention(
-            query,
-            key,
-            value,
-            routes,
-            sink=site.sink,
-            local=site.local,
-            scale=scale,
-            start=start,
-            kv_len=kv_len,
-            key_mask=key_mask,
-            softcap=softcap,
-            sinks=sinks,
-            dropout_p=dropout,
-            dropout_seed=seed,
-            kernel=site.kernel,
-        )[0]
-
-    if route.dtype == torch.int32:
-        return attend(route)
-    # Relaxed routes: training. The op has no fast backward on GPUs yet, torch SDPA has one.
+    relaxed = route.is_floating_point()
+    # Relaxed routes: training. torch SDPA's backward is faster than the op's own by default.
     plain = start is None and kv_len is None and softcap is None and sinks is None and not dropout
-    if query.is_cuda and plain and key.shape[2] == length and not isinstance(scale, Tensor):
+    plain = plain and key.shape[2] == length and query.is_cuda and site.kernel == "auto"
+    if relaxed and plain and not isinstance(scale, Tensor):
         return _relaxed.mix_blocked(
             query, key, value, route, sink=site.sink, local=site.local, scale=scale
         )
-    return _relaxed.mix(attend, route, query.shape[1] // route.shape[1])
+    attend = ops.attention_train if relaxed else ops.attention
+    return attend(
+        query,
+        key,
+        value,
+        route,
+        sink=site.sink,
+        local=site.local,
+        scale=scale,
+        start=start,
+        kv_len=kv_len,
+        key_mask=key_mask,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout,
+        dropout_seed=seed,
+        kernel=site.kernel,
+    )[0]
 
 
 def say_once(reason: str) -> None:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from elastic_compile.kernels import _counters, triton_route
-from elastic_compile.kernels._call import AttentionCall, RouteCall
+from elastic_compile.kernels import _counters, triton_backward, triton_dual, triton_route
+from elastic_compile.kernels._call import AttentionCall, RouteCall, compute_dtype
 
 ENVIRONMENT_VARIABLE = "ELASTIC_COMPILE_KERNEL"
 FUSED_ROUTER_DEVICES = ("cuda",)
@@ -35,6 +35,8 @@ class Implementation:
         special: True for a short cut that serves some calls only, so that passing it over is no
             fallback.
         differentiable: False where ``backward`` is left to the next implementation.
+        backward: Module whose ``supports`` and ``backward`` serve calls that name this
+            implementation, where it is not differentiable by itself.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Implementation:
     devices: tuple[str, ...] = ()
     special: bool = False
     differentiable: bool = True
+    backward: str = ""
 
     def load(self) -> ModuleType:
         """Imports the module that implements this entry."""
@@ -66,11 +69,12 @@ def register(
     devices: tuple[str, ...] = (),
     special: bool = False,
     differentiable: bool = True,
+    backward: str = "",
 ) -> None:
     """Appends an implementation to the priority list; earlier ones are preferred by ``"auto"``."""
     if name in _registry or name == "auto":
         raise ValueError(f"an implementation called {name!r} is already registered")
-    _registry[name] = Implementation(name, module, devices, special, differentiable)
+    _registry[name] = Implementation(name, module, devices, special, differentiable, backward)
 
 
 def implementations() -> tuple[str, ...]:
@@ -105,9 +109,8 @@ def select(
     Raises:
         ValueError: The named implementation is unknown or cannot serve the call.
     """
-    name, origin = call.implementation, "kernel="
-    if name == "auto":
-        name, origin = os.environ.get(ENVIRONMENT_VARIABLE) or "auto", f"{ENVIRONMENT_VARIABLE}="
+    name = _name(call)
+    origin = "kernel=" if call.implementation != "auto" else f"{ENVIRONMENT_VARIABLE}="
     if name != "auto":
         return _named(name, origin, call, backward), ()
     declined: list[str] = []
@@ -136,8 +139,50 @@ def backward(
     """Runs the backward of the chosen implementation and counts it."""
     entry, _ = select(call, backward=True)
     _counters.count_backward(entry.name)
-    query, key, value, sinks = entry.load().backward(call, grad_out, grad_lse, out, lse)
+    module = entry.load() if entry.differentiable else importlib.import_module(entry.backward)
+    query, key, value, sinks = module.backward(call, grad_out, grad_lse, out, lse)
     return query, key, value, sinks
+
+
+def forward_both(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Output and log-sum-exp under the routes, and the output under the opposite routes."""
+    if call.uniform:
+        out, lse = forward(call)
+        return out, lse, out.clone()
+    entry, _ = select(call)
+    if entry.name == "triton" and _name(call) == "triton" and triton_dual.supports(call)[0]:
+        _counters.count_call(entry.name)
+        return triton_dual.forward(call)
+    out, lse = forward(call)
+    other, _ = forward(replace(call, route=1 - call.route))
+    return out, lse, other
+
+
+def route_gradient(call: AttentionCall, grad_out: Tensor, out: Tensor, other: Tensor) -> Tensor:
+    """<dO, O_sparse - O_full>, summed over the rows and query heads of a kv head.
+
+    Float [documents, Hkv]. The other output minus the chosen one is O_sparse - O_full but for its
+    sign.
+    """
+    sums: Callable[[Tensor, Tensor], Tensor] = _row_sums
+    if out.is_cuda and select(call, backward=True)[0].name == "triton":
+        sums = triton_backward.row_sums
+    difference = sums(grad_out, other) - sums(grad_out, out)
+    batch, _, rows = difference.shape
+    difference = difference.view(batch, call.route.shape[1], -1, rows).sum(2)
+    if call.cu_seqlens is None:
+        total = difference.sum(2)
+    else:
+        position = torch.arange(rows, device=out.device) + (call.key.shape[2] - rows)
+        first, end = call.cu_seqlens[:-1, None], call.cu_seqlens[1:, None]
+        inside = (position >= first) & (position < end)
+        total = inside.to(difference.dtype) @ difference[0].mT
+    return total * (1 - 2 * call.route)
+
+
+def _row_sums(grad: Tensor, out: Tensor) -> Tensor:
+    dtype = compute_dtype(out.dtype)
+    return torch.einsum("bhsd,bhsd->bhs", grad.to(dtype), out.to(dtype))
 
 
 def route(call: RouteCall) -> Tensor:
@@ -168,13 +213,19 @@ def fuses_routes(device: torch.device, implementation: str) -> bool:
     return triton_route.runs_on(device)[0]
 
 
+def _name(call: AttentionCall) -> str:
+    if call.implementation != "auto":
+        return call.implementation
+    return os.environ.get(ENVIRONMENT_VARIABLE) or "auto"
+
+
 def _named(name: str, origin: str, call: AttentionCall, backward: bool) -> Implementation:
     entry = _registry.get(name)
     if entry is None:
         known = ", ".join(("auto", *_registry))
         raise ValueError(f"{origin}{name!r} is no implementation; known: {known}")
     ok, reason = entry.supports(call)
-    if ok and backward and not entry.differentiable:
+    if ok and backward and not entry.differentiable and not entry.backward:
         ok, reason = False, "it has no backward"
     if not ok:
         raise ValueError(
@@ -210,7 +261,11 @@ register(
     differentiable=False,
 )
 register(
-    "triton", "elastic_compile.kernels.triton_prefill", devices=("cuda",), differentiable=False
+    "triton",
+    "elastic_compile.kernels.triton_prefill",
+    devices=("cuda",),
+    differentiable=False,
+    backward="elastic_compile.kernels.triton_backward",
 )
 register("blocked", "elastic_compile.kernels.blocked", devices=("cuda",))
 register("reference", "elastic_compile.kernels.reference")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,6 +93,25 @@ def tma_strides(tensor: Tensor) -> list[int]:
     row = tensor.shape[3]
     strides = zip(tensor.shape[:3], tensor.stride(), strict=False)
     return [*(stride if size > 1 else 16 * row for size, stride in strides), 1]
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a CUDA device the current one; launches go to the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def unit_stride(tensor: Tensor) -> Tensor:
+    """``tensor``, or a copy of it where neighbours of its last dimension lie apart."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def padded(size: int) -> int:
+    """A head size as a tile's width, a power of two.
+
+    Not 16: Triton 3.6 then stores values that went through registers, as those of masked keys do,
+    outside of the shared memory that it reserved (sm_90, 64 keys, no TMA).
+    """
+    return max(32, 1 << (size - 1).bit_length())
 
 
 def scan_width(units: int) -> int:

@@ -8,8 +8,8 @@ which Inductor passes on as a keyword of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -73,6 +73,35 @@ def attention_backward(
     return (*(grad.contiguous() for grad in grads), _present(call, sinks))
 
 
+@_define("attention_train", _ATTENTION_ARGS, 3)
+def attention_train(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Body of ``elastic_compile::attention_train``: out, lse and the other route's output."""
+    call = _hard_call(args)
+    _validate.check_attention(call)
+    if _has_no_pairs(call):
+        return (*_nothing_seen(call), _nothing_seen(call)[0])
+    out, lse, other = _dispatch.forward_both(call)
+    return (*_conform(call, out, lse), _conform(call, other, lse)[0])
+
+
+@_define("attention_train_backward", _GRADS + "Tensor other, " + _ATTENTION_ARGS, 5)
+def attention_train_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    other: Tensor,
+    *args: Any,
+) -> tuple[Tensor, ...]:
+    """Body of its backward: dq, dk, dv, dsinks ([0] without sinks), droute."""
+    call, route = _hard_call(args), args[3]
+    if _has_no_pairs(call):
+        return (*_like_inputs(call, torch.zeros_like), torch.zeros_like(route))
+    *grads, sinks = _dispatch.backward(call, grad_out, grad_lse, out, lse)
+    gain = _dispatch.route_gradient(call, grad_out, out, other)
+    return (*(grad.contiguous() for grad in grads), _present(call, sinks), gain.to(route.dtype))
+
+
 @_define("exact_attention", _EXACT_ARGS, 2)
 def exact_attention(*args: Any) -> tuple[Tensor, Tensor]:
     """Body of ``elastic_compile::exact_attention``."""
@@ -132,6 +161,26 @@ def _(*args: Any) -> tuple[Tensor, Tensor]:
     return new_outputs(call)
 
 
+@attention_train.register_fake
+def _(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call = _hard_call(args)
+    _validate.check_attention(call)
+    return (*new_outputs(call), new_outputs(call)[0])
+
+
+@attention_train_backward.register_fake
+def _(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    other: Tensor,
+    *args: Any,
+) -> tuple[Tensor, ...]:
+    route = torch.empty_like(args[3], memory_format=torch.contiguous_format)
+    return (*_like_inputs(_hard_call(args), torch.empty_like), route)
+
+
 @exact_attention.register_fake
 def _(*args: Any) -> tuple[Tensor, Tensor]:
     call = ExactCall(*args)
@@ -157,6 +206,17 @@ def _(
 ) -> tuple[Tensor, ...]:
     call = ExactCall(*args)
     return (*_like_inputs(call, torch.empty_like), _mask_like(call, mask_grad, torch.empty_like))
+
+
+def _hard_call(args: Sequence[Any]) -> AttentionCall:
+    """The call whose routes are those that relaxed ones stand for."""
+    call = AttentionCall(*args)
+    if not call.route.is_floating_point():
+        raise TypeError(
+            f"route is {call.route.dtype}; attention_train takes floating routes, 0.0 or 1.0: "
+            "call attention with whole ones"
+        )
+    return replace(call, route=(call.route > 0.5).to(torch.int32))
 
 
 def _nothing_seen(call: _Call) -> tuple[Tensor, Tensor]:
@@ -214,6 +274,23 @@ def _attention_autograd(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | No
     return _in_schema_order(ctx, AttentionCall, args, found)
 
 
+def _save_train(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    out, lse, other = output
+    _save(ctx, (*inputs, other), (out, lse))
+
+
+def _train_autograd(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, grad_other: Tensor | None
+) -> Any:
+    out, lse, (*args, other) = _restore(ctx)
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    query, key, value, sinks, route = attention_train_backward(
+        grad_out, grad_lse, out, lse, other, *args
+    )
+    found = {"query": query, "key": key, "value": value, "sinks": sinks, "route": route}
+    return _in_schema_order(ctx, AttentionCall, tuple(args), found)
+
+
 def _exact_autograd(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Any:
     out, lse, args = _restore(ctx)
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
@@ -246,4 +323,5 @@ def _in_schema_order(
 
 
 attention.register_autograd(_attention_autograd, setup_context=_save)
+attention_train.register_autograd(_train_autograd, setup_context=_save_train)
 exact_attention.register_autograd(_exact_autograd, setup_context=_save)

@@ -18,7 +18,14 @@ from torch import Tensor
 from elastic_compile.kernels import _library
 from elastic_compile.kernels._dispatch import default_implementation, fuses_routes
 
-__all__ = ["attention", "default_implementation", "exact_attention", "fuses_routes", "route"]
+__all__ = [
+    "attention",
+    "attention_train",
+    "default_implementation",
+    "exact_attention",
+    "fuses_routes",
+    "route",
+]
 
 
 def attention(
@@ -134,6 +141,98 @@ def attention(
         kernel,
     )
     return result
+
+
+def attention_train(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    route: Tensor,
+    *,
+    full_mode: str = "full",
+    sparse_mode: str = "streaming",
+    sink: int,
+    local: int,
+    scale: float | Tensor | None = None,
+    start: Tensor | None = None,
+    kv_len: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    block_indptr: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    block_size: int = 64,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    kernel: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """:func:`attention` under straight-through routes, differentiable in them.
+
+    The output of a head is ``(1 - r) O_full + r O_sparse`` (arXiv 2601.17367, section 3). Routes
+    are 0.0 or 1.0 in the forward pass, so it is the chosen mode's output, and so are the gradients
+    of query, key and value; the route's is ``<dL/dO, O_sparse - O_full>`` over the rows and query
+    heads of its kv head. Where an implementation has it, one pass over the keys yields both outputs
+    (``kernel="triton"``); otherwise two calls do. The gradients of :func:`attention` repeat to the
+    bit with the Triton kernels, and so do these.
+
+    Args:
+        query: As in :func:`attention`, like all arguments but the next.
+        key: As in :func:`attention`.
+        value: As in :func:`attention`.
+        route: Floating [documents, Hkv], 0.0 or 1.0: above 0.5 means the sparse class. Its gradient
+            is in its dtype; none flows to it through lse.
+        full_mode: As in :func:`attention`.
+        sparse_mode: As in :func:`attention`.
+        sink: As in :func:`attention`.
+        local: As in :func:`attention`.
+        scale: As in :func:`attention`.
+        start: As in :func:`attention`.
+        kv_len: As in :func:`attention`.
+        key_mask: As in :func:`attention`.
+        cu_seqlens: As in :func:`attention`.
+        block_indptr: As in :func:`attention`.
+        block_indices: As in :func:`attention`.
+        block_size: As in :func:`attention`.
+        softcap: As in :func:`attention`.
+        sinks: As in :func:`attention`.
+        dropout_p: As in :func:`attention`.
+        dropout_seed: As in :func:`attention`.
+        kernel: As in :func:`attention`.
+
+    Returns:
+        out [B, Hq, Sq, Dv] and lse [B, Hq, Sq], as :func:`attention`.
+
+    Raises:
+        ValueError: Shapes or options that mean nothing, or a named kernel that cannot serve them.
+        TypeError: Wrong dtypes.
+    """
+    number, tensor = _split_scale(scale)
+    out, lse, _ = _library.attention_train(
+        query,
+        key,
+        value,
+        route,
+        sink,
+        local,
+        full_mode,
+        sparse_mode,
+        number,
+        tensor,
+        start,
+        kv_len,
+        key_mask,
+        cu_seqlens,
+        block_indptr,
+        block_indices,
+        block_size,
+        softcap,
+        sinks,
+        dropout_p,
+        dropout_seed,
+        kernel,
+    )
+    return out, lse
 
 
 def exact_attention(

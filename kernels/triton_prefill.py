@@ -9,7 +9,6 @@ Triton itself is imported by the first call.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import math
@@ -152,7 +151,7 @@ def forward(call: AttentionCall, config: Config | None = None) -> tuple[Tensor, 
     elif scale < 0:
         # The kernel takes row maxima before the scale.
         query, scale = -query, -scale
-    query, key, value = (_unit_stride(x) for x in (query, call.key, call.value))
+    query, key, value = (_gpu.unit_stride(x) for x in (query, call.key, call.value))
     batch, heads, queries, head_size = query.shape
     _, kv_heads, held, value_size = value.shape
     full_streams, sparse_streams = (
@@ -214,8 +213,8 @@ def forward(call: AttentionCall, config: Config | None = None) -> tuple[Tensor, 
         PACK=pack,
         D=head_size,
         DV=value_size,
-        BD=_padded(head_size),
-        BDV=_padded(value_size),
+        BD=_gpu.padded(head_size),
+        BDV=_gpu.padded(value_size),
         BM=config.rows,
         BN=config.keys,
         FULL_STREAMS=full_streams,
@@ -232,8 +231,8 @@ def forward(call: AttentionCall, config: Config | None = None) -> tuple[Tensor, 
         for suffix, stride in zip("bhs", tensor.stride(), strict=False):
             arguments[f"stride_{prefix}{suffix}"] = stride
     if arguments["TMA"]:
-        arguments["key"] = _descriptor(key, config.keys)
-        arguments["value"] = _descriptor(value, config.keys)
+        arguments["key"] = descriptor(key, config.keys)
+        arguments["value"] = descriptor(value, config.keys)
     _launch(units * (group // pack) * tiles, query.device, arguments)
     return out, lse
 
@@ -241,33 +240,23 @@ def forward(call: AttentionCall, config: Config | None = None) -> tuple[Tensor, 
 def _launch(programs: int, device: torch.device, arguments: dict[str, Any]) -> None:
     from elastic_compile.kernels._triton_prefill import prefill
 
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    with _gpu.on(device):
         if arguments["key_mask"] is not None:
             names = ("key_mask", "start", "kv_len")
             arguments["span"] = _gpu.find_spans(*(arguments[name] for name in names))
         prefill[(programs,)](**arguments)
 
 
-def _descriptor(tensor: Tensor, keys: int) -> Any:
+def descriptor(tensor: Tensor, keys: int) -> Any:
     """A TMA descriptor of [B, Hkv, Skv, D], from which blocks of ``keys`` keys are loaded."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    block = [1, 1, keys, _padded(tensor.shape[3])]
+    block = [1, 1, keys, _gpu.padded(tensor.shape[3])]
     return TensorDescriptor(tensor, list(tensor.shape), _gpu.tma_strides(tensor), block)
-
-
-def _unit_stride(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
 def _padded_rows(queries: int) -> int:
     return 1 << max(queries - 1, 0).bit_length()
-
-
-def _padded(size: int) -> int:
-    # Not 16: Triton 3.6 then stores values that went through registers, as those of masked keys do,
-    # outside of the shared memory that it reserved (sm_90, 64 keys, no TMA).
-    return max(32, 1 << (size - 1).bit_length())
 
 
 @functools.cache

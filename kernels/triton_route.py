@@ -8,7 +8,6 @@ Triton itself is imported by the first call.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import os
@@ -161,7 +160,7 @@ _WEIGHTS = (
 def _launch(programs: int, device: torch.device, arguments: dict[str, Any]) -> None:
     from elastic_compile.kernels._triton_route import route
 
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    with _gpu.on(device):
         route[(programs,)](**arguments)
 
 
