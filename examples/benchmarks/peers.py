@@ -19,6 +19,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 Run = Callable[[], Tensor]
+Mix = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Routed output of query, key, value and straight-through routes, float [B, Hkv] of 0.0 and 1.0."""
 FA3_MODULES = ("fa3_fwd_interface", "flash_attn_interface")
 """Import names of FlashAttention-3's forward, by the wheel that holds it."""
 
@@ -166,3 +168,60 @@ def gather(
         return out
 
     return make, run
+
+
+def mixtures(
+    length: int, sink: int, local: int, device: torch.device
+) -> dict[str, Callable[[], Mix]]:
+    """How others train routes: full and streaming attention of all heads, mixed by the routes.
+
+    Returns:
+        ``two_sdpa`` (the streaming half under a mask of all pairs), ``sdpa_flex`` and ``flex``
+        (both halves by FlexAttention): what makes the mask and returns the differentiable function.
+    """
+    compiled = device.type == "cuda"
+    attend = _compiled_flex() if compiled else flex_attention
+
+    def block_mask(visible: Any) -> Any:
+        return create_block_mask(
+            visible, None, None, length, length, device=str(device), _compile=compiled
+        )
+
+    def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    def under(mask: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            out: Tensor = attend(query, key, value, block_mask=mask, enable_gqa=True)
+            return out
+
+        return run
+
+    def two_sdpa() -> Mix:
+        place = torch.arange(length, device=device)
+        ahead = place[:, None] - place
+        mask = (ahead >= 0) & ((ahead < local) | (place < sink))
+
+        def masked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+        return _mix(causal, masked)
+
+    def sdpa_flex() -> Mix:
+        return _mix(causal, under(block_mask(_streaming(sink, local))))
+
+    def flex_twice() -> Mix:
+        # A window as long as the row: every earlier key.
+        full = block_mask(_streaming(0, length))
+        return _mix(under(full), under(block_mask(_streaming(sink, local))))
+
+    return {"two_sdpa": two_sdpa, "sdpa_flex": sdpa_flex, "flex": flex_twice}
+
+
+def _mix(full: Callable[..., Tensor], sparse: Callable[..., Tensor]) -> Mix:
+    def run(query: Tensor, key: Tensor, value: Tensor, route: Tensor) -> Tensor:
+        share = route.repeat_interleave(query.shape[1] // key.shape[1], 1)[:, :, None, None]
+        one, other = full(query, key, value), sparse(query, key, value)
+        return torch.lerp(one, other, share.to(one.dtype))
+
+    return run

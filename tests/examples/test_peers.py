@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from elastic_compile.kernels import ops
 from tests import oracle
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
@@ -52,3 +53,20 @@ def test_full_heads():
 def test_fa3_is_left_out_where_it_is_not_installed(monkeypatch):
     monkeypatch.setattr(peers, "FA3_MODULES", ("no_such_module_at_all",))
     assert peers.fa3(*inputs()) is None
+
+
+@pytest.mark.parametrize("name", ["two_sdpa", "sdpa_flex", "flex"])
+def test_mixtures_and_their_gradients(name):
+    tensors = [x.requires_grad_() for x in inputs(length=90)]
+    route = torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 1.0]], requires_grad=True)
+    leaves = (*tensors, route)
+    made = peers.mixtures(90, SINK, LOCAL, torch.device("cpu"))[name]()
+    grad = torch.randn(2, 6, 90, 16)
+    if name == "two_sdpa":  # FlexAttention has no backward on the CPU.
+        found = torch.autograd.grad(made(*leaves), leaves, grad)
+        ours = ops.attention_train(*leaves, sink=SINK, local=LOCAL)[0]
+        for one, other in zip(found, torch.autograd.grad(ours, leaves, grad), strict=True):
+            torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-4)
+    out = made(*(leaf.detach() for leaf in leaves))
+    wanted = expected([x.detach() for x in tensors], route.detach().int())
+    torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=0)
