@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from elastic_compile import _state
+from elastic_compile.training._losses import accepts_logits_to_keep, forward_scored, scored_loss
 from elastic_compile.training.data import IGNORED, Sample, Source, pad_samples
-from elastic_compile.training.trainer import accepts_logits_to_keep, forward_scored, scored_loss
 
 MODES = ("full", "streaming", "routed")
 """All heads full, all heads streaming, and as the routers say."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -33,9 +31,10 @@ from elastic_compile import _state
 from elastic_compile._checkpoint import load_router, router_parameters, save_router
 from elastic_compile._files import write_atomic
 from elastic_compile._site import ElasticSite
+from elastic_compile.training._losses import ChunkedLoss
 from elastic_compile.training._records import MetricsFile
 from elastic_compile.training.constraints import Multipliers, Target
-from elastic_compile.training.data import IGNORED, TrainingStream, collate
+from elastic_compile.training.data import TrainingStream, collate
 from elastic_compile.training.relaxation import GumbelRelaxation, sample_noise, sparsity_ratio
 from elastic_compile.training.settings import FitSettings
 
@@ -46,45 +45,6 @@ _MULTIPLIERS = "multipliers.pt"
 
 class TrainingDiverged(RuntimeError):
     """The loss or a gradient is no finite number any more."""
-
-
-def scored_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy of every sample's scored tokens.
-
-    Args:
-        logits: [B, K, V]; position k predicts label k.
-        labels: int64 [B, K], :data:`~elastic_compile.training.data.IGNORED` where not scored.
-
-    Returns:
-        float32 [B], nats a token.
-    """
-    losses = cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
-    ).view_as(labels)
-    return losses.sum(1) / (labels != IGNORED).sum(1)
-
-
-def forward_scored(
-    model: nn.Module, inputs: Mapping[str, Tensor], accepts_keep: bool
-) -> tuple[Tensor, Tensor]:
-    """One forward pass over prompt and scored tokens.
-
-    Args:
-        model: The model, ``route_length`` set by the caller.
-        inputs: ``input_ids``, ``labels`` and ``route_length`` of
-            :func:`~elastic_compile.training.data.collate`.
-        accepts_keep: Whether the model can leave logits of the prompt out.
-
-    Returns:
-        Logits [B, K, V] and the labels [B, K] they predict, from the first scored token of any
-        sample on.
-    """
-    labels = inputs["labels"]
-    first = int(inputs["route_length"].min())
-    kept = labels.shape[1] - first + 1
-    extra = {"logits_to_keep": kept} if accepts_keep else {}
-    logits = model(input_ids=inputs["input_ids"], use_cache=False, **extra).logits
-    return logits[:, -kept:-1], labels[:, first:]
 
 
 class RouterTrainer(Trainer):
@@ -123,7 +83,7 @@ class RouterTrainer(Trainer):
         self._recomputed = tuple(recomputed)
         self.routed = model
         self.folder = Path(os.fspath(args.output_dir or "."))
-        self._accepts_keep = accepts_logits_to_keep(model)
+        self._losses = ChunkedLoss(model)
         super().__init__(
             model=model,
             args=args,
@@ -171,9 +131,8 @@ class RouterTrainer(Trainer):
         heads = max(site.kv_heads for site in self.sites)
         noise = sample_noise(self.settings.seed, inputs["key"].tolist(), len(self.sites), heads)
         self.relaxation.begin(noise.to(task.device), self.annealing.at(step / self.settings.steps))
-        logits, labels = forward_scored(model, inputs, self._accepts_keep)
+        loss = self._losses(model, inputs)
         ratio = sparsity_ratio(self.relaxation.end()).to(task.device)
-        loss = scored_loss(logits, labels)
         low, high = self._ends[task].unbind(1)
         penalty = self.multipliers(ratio, low, high, task)
         total = ((loss + penalty) * inputs["weight"]).sum()
@@ -184,7 +143,7 @@ class RouterTrainer(Trainer):
             self._total += total.double()
         # Trainer averages over passes and processes; the weights have summed already.
         total = total * (self.current_gradient_accumulation_steps * self.args.world_size)
-        return (total, {"logits": logits}) if return_outputs else total
+        return (total, {"loss": total}) if return_outputs else total
 
     def _check_finite(self, value: Tensor, step: int) -> None:
         if not bool(torch.isfinite(value)):
@@ -350,12 +309,6 @@ def _flat(record: Mapping[str, Any]) -> dict[str, float]:
 
 def _constant(step: int) -> float:
     return 1.0
-
-
-def accepts_logits_to_keep(model: nn.Module) -> bool:
-    """Whether the model's forward can leave out the logits of the prompt."""
-    base = _state.owner(model) or model
-    return "logits_to_keep" in inspect.signature(type(base).forward).parameters
 
 
 def frozen_mode(model: nn.Module, layers: Sequence[nn.Module] = ()) -> None:

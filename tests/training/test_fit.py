@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import elastic_compile
 from elastic_compile import _state
-from elastic_compile.training import TrainingDiverged, evaluate
+from elastic_compile.training import TrainingDiverged, _losses, evaluate
 from elastic_compile.training import trainer as trainer_
 from elastic_compile.training.constraints import Multipliers
 from elastic_compile.training.data import Encoder, pad_samples
@@ -49,13 +49,13 @@ def relaxed(model, samples, temperature=1.0, seed=0):
     relaxation.begin(noise, temperature)
     previous = _state.set_limit(_state.Limit(inputs["route_length"]))
     try:
-        logits, labels = trainer_.forward_scored(model, inputs, True)
+        logits, labels = _losses.forward_scored(model, inputs, True)
     finally:
         _state.set_limit(previous)
         for site in sites(model):
             site.relaxation = None
     routes = relaxation.end()
-    return trainer_.scored_loss(logits, labels), sparsity_ratio(routes), routes
+    return _losses.scored_loss(logits, labels), sparsity_ratio(routes), routes
 
 
 # --- gradients ------------------------------------------------------------------------------------
