@@ -75,7 +75,7 @@ class ChunkedLoss:
         self.base: Any = _state.owner(model) or model
         prefix = getattr(self.base, "base_model_prefix", "")
         self.backbone = getattr(self.base, prefix, None) if prefix else None
-        config = getattr(self.base, "config", None)
+        config: Any = getattr(self.base, "config", None)
         if hasattr(config, "get_text_config"):
             config = config.get_text_config()
         self.vocabulary = int(getattr(config, "vocab_size", 0))
@@ -116,7 +116,7 @@ class ChunkedLoss:
         backbone = self.backbone
         assert isinstance(backbone, nn.Module)
         replaced = "forward" in backbone.__dict__
-        before = backbone.__dict__.get("forward")
+        before: Any = backbone.__dict__.get("forward")
         backbone.forward = lambda *args, **kwargs: kind(last_hidden_state=hidden)
         try:
             tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
