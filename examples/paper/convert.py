@@ -211,7 +211,7 @@ def convert(
             )
         ranks = sorted(made)[:samples]
         summary.cut = len(cuts.intersection(ranks))
-        with _whole(out) as file:
+        with whole(out) as file:
             for rank in ranks:
                 offset, length, tokens = made[rank]
                 spool.seek(offset)
@@ -250,7 +250,7 @@ def _spool(out: Path) -> Iterator[IO[bytes]]:
 
 
 @contextlib.contextmanager
-def _whole(out: Path) -> Iterator[IO[bytes]]:
+def whole(out: Path) -> Iterator[IO[bytes]]:
     """``out``, replaced when everything is written."""
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:

