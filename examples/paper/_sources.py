@@ -193,7 +193,8 @@ MUSIQUE = (
 def musique(record: Any, where: str) -> Iterator[Item | Skip]:
     fields = Fields(record, where, MUSIQUE)
     question, answer = fields.text("question").strip(), fields.text("answer").strip()
-    gold, others = [], []
+    gold: list[Document] = []
+    others: list[Document] = []
     for row in fields.rows("paragraphs"):
         title = row.text("title").strip()
         document = Document(key_of(title), title, row.text("paragraph_text").strip())

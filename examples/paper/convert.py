@@ -193,9 +193,11 @@ def convert(
                     limits,
                     random.Random(f"{label}/{number}"),
                 )
-                line = _line(found, source.task) if isinstance(found, Made) else found
-                if isinstance(line, Skip) or isinstance(found, Skip):
-                    summary.skipped[line.reason] += 1
+                if isinstance(found, Skip):
+                    summary.skipped[found.reason] += 1
+                    continue
+                if (line := _line(found, source.task)) is None:
+                    summary.skipped["with characters that are no valid Unicode"] += 1
                     continue
                 made[rank] = (spool.tell(), len(line), found.tokens)
                 spool.write(line)
@@ -235,11 +237,12 @@ def _items(
                 number += 1
 
 
-def _line(found: Made, task: str) -> bytes | Skip:
+def _line(found: Made, task: str) -> bytes | None:
+    """The row; None where it is no valid Unicode."""
     try:
         return dump_rows([Row(task, prompt=found.prompt, completion=found.completion)]).encode()
     except UnicodeEncodeError:
-        return Skip("with characters that are no valid Unicode")
+        return None
 
 
 @contextlib.contextmanager
