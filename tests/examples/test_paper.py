@@ -103,11 +103,11 @@ def qasper_paper(n):
     }
 
 
-def chatqa2_record(n):
+def chatqa2_record(n, length=400):
     if n % 2:
-        text = f"User: Article: {prose(n, 500)} Question: what is {n}?\n\nAssistant:"
+        text = f"User: Article: {prose(n, length)} Question: what is {n}?\n\nAssistant:"
         return {"question": text, "answer": f"It is {n}.", "sub-paragraphs": ""}
-    body = f"<|begin_of_text|>\ufeff{prose(n, 400)} The name is name{n}."
+    body = f"<|begin_of_text|>\ufeff{prose(n, length)} The name is name{n}."
     return {"question": "What is the name?", "answers": [f"name{n}"], "sub-paragraphs": body}
 
 
@@ -352,7 +352,7 @@ def test_what_is_too_long_is_skipped_or_cut_and_counted(file_of, tmp_path):
 
 
 def test_a_query_is_not_among_its_shots(file_of, tmp_path):
-    run("trec", file_of("trec"), tmp_path / "out")
+    run("trec", file_of("trec"), tmp_path / "out", samples=60)
     for prompt, label in prompts(tmp_path / "out"):
         query = prompt.split("Input: ")[-1].split("\nOutput:")[0]
         assert prompt.count(query) == 1
@@ -478,6 +478,30 @@ def test_aliases_count_as_the_answer_and_yes_needs_no_place(file_of, tmp_path):
     assert prompts(tmp_path / "b")[0][1] == "yes"
 
 
+def test_a_sample_is_counted_as_a_whole():
+    """A tokenizer may find more in a text than in its parts."""
+
+    def count(text):
+        return int(words(text) * (1.3 if words(text) > 300 else 1))
+
+    pool = _packing.Pool([Document(f"k{n}", "", prose(n, 30)) for n in range(90)], count)
+    item = Item(("g",), "q", "a", (Document("g", "", prose("g", 30)),))
+    limits = _packing.Limits(400, 800, count)
+    made = [_packing.questions(item, pool, limits, random.Random(n)) for n in range(40)]
+    assert all(
+        found.tokens == count(found.prompt) + count(found.completion) <= 800 for found in made
+    )
+    assert sum(found.tokens > 700 for found in made) > 10
+
+
+def test_every_possible_sample_is_accounted_for(file_of, tmp_path):
+    path = file_of("hotpotqa")
+    summary = run("hotpotqa", path, tmp_path / "out", samples=1000)
+    assert (summary.records, summary.items) == (60, 60)
+    assert len(summary.lengths) + sum(summary.skipped.values()) == 60
+    assert set(summary.skipped) >= {"in the other split", "its documents are in both splits"}
+
+
 def test_failures_are_replaced_by_further_records(file_of, tmp_path):
     long = [chatqa2_record(n) for n in range(400)]
     for record in long[:350]:
@@ -522,14 +546,15 @@ def test_one_array_record_is_in_memory_at_a_time(tmp_path):
 
 def test_a_broken_record_is_found_before_the_rest_is_read(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
-    path.write_text('[{"a": 1}, {"a" 2}' + " " * (10 * _reading.CHUNK) + "]")
+    end = b"\xff"  # whoever reads this far finds no UTF-8
+    path.write_bytes(b'[{"a": 1}, {"a" 2}' + b" " * (3 * _reading.CHUNK) + end)
     found = _reading.records(path)
     next(found)
     with pytest.raises(_reading.FormatError, match="record 2 is not JSON"):
         next(found)
-    path.write_text('[{"a": "' + "x" * 4000)
     monkeypatch.setattr(_reading, "CHUNK", 100)
     monkeypatch.setattr(_reading, "LARGEST", 1000)
+    path.write_bytes(b'[{"a": "' + b"x" * 40_000 + end)
     with pytest.raises(_reading.FormatError, match="record 1 is not JSON: Unterminated"):
         next(_reading.records(path))
 
@@ -623,8 +648,9 @@ def test_fit_and_evaluate_run_on_the_five_sets(file_of, tokenizer_folder, tmp_pa
     for name in names:
         for split, files in data.items():
             files.append(str(tmp_path / f"{name}-{split}.jsonl"))
-            path = file_of(name)
-            assert command(name, path, files[-1], tokenizer_folder, 500, 2800, split) == 0
+            text = json.dumps([chatqa2_record(n, 60) for n in range(40)])
+            path = file_of(name, text=text if name == "chatqa2" else None)
+            assert command(name, path, files[-1], tokenizer_folder, 200, 900, split) == 0
     model = helpers.plain(1)
     fit(
         model,
@@ -636,12 +662,12 @@ def test_fit_and_evaluate_run_on_the_five_sets(file_of, tokenizer_folder, tmp_pa
         progress=False,
         curves=False,
         config=ElasticConfig(sink=4, local=64),
-        length=2800,
+        length=900,
         steps=1,
         batch_size=5,
         micro_batch=1,
     )
-    encoder = Encoder(tokenizer(chat=True), 2800, chat_template=True)
+    encoder = Encoder(tokenizer(chat=True), 900, chat_template=True)
     result = evaluate(model, load_sources(data["test"], encoder), samples=1, progress=False)
     assert list(result.tasks) == [SOURCES[name].task for name in names]
 
