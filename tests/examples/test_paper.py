@@ -650,7 +650,7 @@ def test_fit_and_evaluate_run_on_the_five_sets(file_of, tokenizer_folder, tmp_pa
             files.append(str(tmp_path / f"{name}-{split}.jsonl"))
             text = json.dumps([chatqa2_record(n, 60) for n in range(40)])
             path = file_of(name, text=text if name == "chatqa2" else None)
-            assert command(name, path, files[-1], tokenizer_folder, 200, 900, split) == 0
+            assert command(name, path, files[-1], tokenizer_folder, 200, 1800, split) == 0
     model = helpers.plain(1)
     fit(
         model,
@@ -662,12 +662,12 @@ def test_fit_and_evaluate_run_on_the_five_sets(file_of, tokenizer_folder, tmp_pa
         progress=False,
         curves=False,
         config=ElasticConfig(sink=4, local=64),
-        length=900,
+        length=1800,
         steps=1,
         batch_size=5,
         micro_batch=1,
     )
-    encoder = Encoder(tokenizer(chat=True), 900, chat_template=True)
+    encoder = Encoder(tokenizer(chat=True), 1800, chat_template=True)
     result = evaluate(model, load_sources(data["test"], encoder), samples=1, progress=False)
     assert list(result.tasks) == [SOURCES[name].task for name in names]
 
