@@ -107,12 +107,12 @@ BENCHMARKS: dict[str, tuple[Callable[[Path, Any], Iterator[Row | Skip]], str]] =
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(
         prog="python examples/paper/benchmarks.py", description=(__doc__ or "").split("\n", 1)[0]
     )
-    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    commands = result.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, (_, looks) in BENCHMARKS.items():
         command = commands.add_parser(name, description=f"Reads {looks}.", help=looks)
         command.add_argument("--input", nargs="+", type=Path, required=True)
@@ -121,7 +121,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command.add_argument(
                 "--prompts", type=Path, required=True, help="the benchmark's own file of prompts"
             )
-    args = parser.parse_args(arguments)
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    args = parser().parse_args(arguments)
     make, looks = BENCHMARKS[args.benchmark]
     counts: Counter[str] = Counter()
     skipped: Counter[str] = Counter()

@@ -119,6 +119,13 @@ def convert(
             f"--min-tokens {low}, --max-tokens {high}, --reserve {reserve}: allowed is "
             "1 <= min <= max - reserve"
         )
+    # Known before hours of reading.
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {out.parent}")
+    if any(out.resolve() == path.resolve() for path in inputs):
+        raise ValueError(f"--out {out}: that is an input file")
+    if pool is not None and pool < 0:
+        raise ValueError(f"--pool {pool}: allowed is 0 or more")
     if samples < 1 or not 0 < test_share < 1 or split not in SPLITS:
         raise ValueError(
             f"--samples {samples}, --test-share {test_share}, --split {split}: allowed are 1 or "

@@ -3,6 +3,9 @@
 import gzip
 import json
 import random
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +19,8 @@ import benchmarks
 import convert
 from _sources import SOURCES, Document, Item, _repository
 
+import elastic_compile.evaluate
+import elastic_compile.fit
 from elastic_compile import ElasticConfig
 from elastic_compile.training import evaluate, fit
 from elastic_compile.training.data import Encoder, read_rows, sources_from_rows
@@ -454,11 +459,26 @@ def test_nothing_written_says_why(file_of, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [dict(low=0), dict(low=895), dict(samples=0), dict(test_share=1.0), dict(split="dev")],
+    [
+        dict(low=0),
+        dict(low=895),
+        dict(samples=0),
+        dict(test_share=1.0),
+        dict(split="dev"),
+        dict(pool=-1),
+    ],
 )
 def test_options_out_of_range(options, file_of, tmp_path):
     with pytest.raises(ValueError, match="allowed"):
         run("musique", file_of("musique", 3), tmp_path / "out", **options)
+
+
+def test_places_that_cannot_be_written_are_found_before_reading(tmp_path):
+    path = tmp_path / "absent.jsonl"
+    with pytest.raises(ValueError, match="there is no folder"):
+        run("musique", path, tmp_path / "deep" / "out")
+    with pytest.raises(ValueError, match="that is an input file"):
+        run("musique", path, tmp_path / ".." / tmp_path.name / "absent.jsonl")
 
 
 def test_aliases_count_as_the_answer_and_yes_needs_no_place(file_of, tmp_path):
@@ -738,3 +758,48 @@ def test_longbench_v2_rows(tmp_path, capsys):
     path.write_text(json.dumps([record]))
     assert benchmark(tmp_path, "longbench-v2", path, prompts=prompts) == 1
     assert "the prompt in --prompts has no $C_A$" in capsys.readouterr().err
+
+
+SHELL = r"""
+python() { printf '%s\x1f' "$@"; echo; }
+pip() { :; }
+torchrun() {
+    while [ "$1" != bash ]; do shift; done
+    LOCAL_RANK=3 "$@"
+}
+export -f python
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_the_commands_of_the_page_are_understood(tmp_path):
+    page = (Path(convert.__file__).parent / "README.md").read_text("utf-8")
+    script = SHELL + "\n".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
+    done = subprocess.run(
+        ["bash", "-eu"], input=script, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    parsers = {
+        "examples/paper/convert.py": convert.parser,
+        "examples/paper/benchmarks.py": benchmarks.parser,
+        "-m elastic_compile.fit": elastic_compile.fit.parser,
+        "-m elastic_compile.evaluate": elastic_compile.evaluate.parser,
+    }
+    found = {name: [] for name in parsers}
+    for line in done.stdout.splitlines():
+        given = line.removesuffix("\x1f").split("\x1f")
+        start = 2 if given[0] == "-m" else 1
+        name = " ".join(given[:start])
+        found[name].append(parsers[name]().parse_args(given[start:]))
+    assert {name: len(commands) for name, commands in found.items()} == {
+        "examples/paper/convert.py": 5,
+        "examples/paper/benchmarks.py": 1 + 6 + 1,
+        "-m elastic_compile.fit": 3 + 1,
+        "-m elastic_compile.evaluate": 1 + 6 + 1,
+    }
+    written = {str(command.out) for command in found["examples/paper/convert.py"]}
+    for command in found["-m elastic_compile.fit"]:
+        assert set(command.data) == written and command.preset == "paper"
+    assert found["-m elastic_compile.fit"][-1].device == "cuda:3"
+    rows = {str(command.out) for command in found["examples/paper/benchmarks.py"]}
+    assert rows == {file for c in found["-m elastic_compile.evaluate"] for file in c.data}
+    assert all(f"| `{command.source}` |" in page for command in found["examples/paper/convert.py"])
