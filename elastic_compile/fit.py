@@ -21,13 +21,22 @@ EMBEDDED = "smollm2"
 """Model word for the small real model that comes as a Python package."""
 
 
+def own_device() -> str:
+    """The GPU of this process (torchrun numbers them), the only one, or the CPU."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    rank = os.environ.get("LOCAL_RANK")
+    return "cuda" if rank is None else f"cuda:{rank}"
+
+
 def load_model(name: str, dtype: str, device: str) -> tuple[Any, Any]:
     """A model and its tokenizer.
 
     Args:
         name: Hub id, folder, or :data:`EMBEDDED`.
         dtype: Name of a torch dtype, or ``"auto"``.
-        device: Torch device, or ``"auto"``: a GPU where there is one.
+        device: Torch device, or ``"auto"``: a GPU where there is one, under torchrun the process's
+            own.
 
     Returns:
         Model in evaluation mode, tokenizer.
@@ -35,7 +44,7 @@ def load_model(name: str, dtype: str, device: str) -> tuple[Any, Any]:
     kind: Any = "auto" if dtype == "auto" else getattr(torch, dtype, None)
     if kind != "auto" and not isinstance(kind, torch.dtype):
         raise ValueError(f"--dtype {dtype}: no torch dtype; for instance bfloat16 or float32")
-    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    place = own_device() if device == "auto" else device
     if name == EMBEDDED:
         from elastic_compile import _embedded
 

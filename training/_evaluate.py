@@ -100,7 +100,8 @@ class Evaluation:
         }
 
     def __str__(self) -> str:
-        head = f"{'task':<18}{'samples':>8}"
+        width = max(17, *map(len, self.tasks)) + 1
+        head = f"{'task':<{width}}{'samples':>8}"
         head += "".join(f"{mode + ' EM·nll':>18}" for mode in self.modes)
         lines = [f"{head}{'Ω_MSR':>8}{'recovered':>11}"]
         for name, task in self.tasks.items():
@@ -111,7 +112,7 @@ class Evaluation:
                 cells.append(f"{start}{task.mean_nll(mode):.4f}")
             share = task.recovered()
             lines.append(
-                f"{name:<18}{task.samples:>8}"
+                f"{name:<{width}}{task.samples:>8}"
                 + "".join(f"{cell:>18}" for cell in cells)
                 + f"{task.mean_msr():>8.3f}{'-' if share is None else f'{share:.3f}':>11}"
             )

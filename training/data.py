@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,7 +46,8 @@ class Sample:
     """One sample as tokens."""
 
     task: str
-    input_ids: tuple[int, ...]
+    input_ids: array[int]
+    """int32: rows of long samples are many tokens, and every process holds all of them."""
     prompt_length: int
     """Tokens before the first scored one."""
     answer: bool
@@ -147,7 +149,8 @@ class Encoder:
                 )
             tail = room // 2
             prompt = prompt[: room - tail] + prompt[len(prompt) - tail :]
-        return Sample(row.task, tuple(prompt + answer), len(prompt), not row.text)
+        tokens = array("i", [*prompt, *answer])
+        return Sample(row.task, tokens, len(prompt), not row.text)
 
 
 _ROW_KEYS = ({"prompt", "completion", "task"}, {"text", "task", "scored_tokens"})
@@ -315,7 +318,7 @@ def pad_samples(samples: Sequence[Sample]) -> dict[str, Tensor]:
     input_ids = torch.zeros(len(samples), width, dtype=torch.int64)
     labels = torch.full_like(input_ids, IGNORED)
     for row, sample in enumerate(samples):
-        ids = torch.tensor(sample.input_ids)
+        ids = torch.tensor(sample.input_ids, dtype=torch.int64)
         input_ids[row, : len(ids)] = ids
         labels[row, sample.prompt_length : len(ids)] = ids[sample.prompt_length :]
     lengths = torch.tensor([sample.prompt_length for sample in samples])

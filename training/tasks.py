@@ -7,6 +7,7 @@ documents, and from disjoint key words where they have some.
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,7 @@ class TextSource:
                 break
             wanted += 6 * (length - len(ids)) + 64
         scored = min(SCORED_TOKENS, max(1, length // 4))
-        return Sample(self.task, tuple(ids[:length]), length - scored, answer=False)
+        return Sample(self.task, array("i", ids[:length]), length - scored, answer=False)
 
 
 def _stretch(rng: random.Random, documents: Sequence[str], size: int) -> str:

@@ -27,7 +27,7 @@ def test_full_scores_are_those_of_the_untouched_model(model):
         assert task.samples == 4
         for index in range(4):
             sample = source.sample(index)
-            ids = torch.tensor([sample.input_ids])
+            ids = torch.tensor([list(sample.input_ids)])
             with torch.no_grad():
                 logits = base(ids).logits[0, sample.prompt_length - 1 : -1].log_softmax(-1)
             answer = ids[0, sample.prompt_length :]
@@ -51,7 +51,7 @@ def test_exact_match_sees_a_right_answer(model):
     samples = []
     for index, row in enumerate(data):
         sample = found.sample(index)
-        prompt = sample.input_ids[: sample.prompt_length]
+        prompt = list(sample.input_ids[: sample.prompt_length])
         samples.append(
             type(sample)(sample.task, (*prompt, *row["answer"]), len(prompt), answer=True)
         )
@@ -68,7 +68,7 @@ def test_routes_are_those_of_generate(model):
         tables = []
         for index in range(4):
             sample = source.sample(index)
-            ids = torch.tensor([sample.input_ids[: sample.prompt_length]])
+            ids = torch.tensor([list(sample.input_ids[: sample.prompt_length])])
             out = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),

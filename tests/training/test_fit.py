@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import elastic_compile
 from elastic_compile import _state
+from elastic_compile import fit as fit_command
 from elastic_compile.training import TrainingDiverged, _losses, evaluate
 from elastic_compile.training import trainer as trainer_
 from elastic_compile.training.constraints import Multipliers
@@ -586,3 +587,13 @@ def test_a_fitted_model_routes_as_it_was_evaluated(tmp_path):
         assert (mine.msr, mine.sparse_share) == (theirs.msr, theirs.sparse_share)
         for mode in one.modes:  # another implementation: a router's kernel is not saved
             assert mine.nll[mode] == pytest.approx(theirs.nll[mode], abs=1e-4)
+
+
+def test_a_process_takes_its_own_gpu(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert fit_command.own_device() == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert fit_command.own_device() == "cuda:3"
+    monkeypatch.delenv("LOCAL_RANK")
+    assert fit_command.own_device() == "cuda"

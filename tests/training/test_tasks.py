@@ -40,7 +40,7 @@ def test_needles(name, keys, prose):
             assert 0.05 <= match.start() / len(row.prompt) <= 0.57  # the needles push one another
         sample = task.sample(index)
         assert 0.95 * LENGTH < len(sample.input_ids) <= LENGTH
-        assert tokenizer().decode(sample.input_ids[sample.prompt_length :]) == row.completion
+        assert tokenizer().decode(list(sample.input_ids[sample.prompt_length :])) == row.completion
     assert task.row(0) != task.row(1)
 
 
