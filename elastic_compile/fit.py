@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -167,13 +168,13 @@ def _joined() -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command; returns the exit status: 143 after SIGTERM, with all steps saved."""
     args = parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     from elastic_compile import ElasticConfig, transform
     from elastic_compile._embedded import EmbeddedModelError
-    from elastic_compile.training import TrainingDiverged, fit
+    from elastic_compile.training import TrainingDiverged, TrainingStopped, fit
     from elastic_compile.training.settings import PRESETS
 
     joined = _joined()
@@ -209,6 +210,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             gradient_checkpointing=args.gradient_checkpointing,
             **{name: getattr(args, name) for name in _SETTINGS},
         )
+    except TrainingStopped as stopped:
+        print(stopped, file=sys.stderr)
+        return 128 + signal.SIGTERM
     except (ValueError, OSError, ImportError, TrainingDiverged, EmbeddedModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

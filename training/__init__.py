@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elastic_compile.training._evaluate import Evaluation, evaluate
     from elastic_compile.training._fit import FitResult, fit
+    from elastic_compile.training._stop import TrainingStopped
     from elastic_compile.training.constraints import Target
     from elastic_compile.training.settings import FitSettings
     from elastic_compile.training.trainer import RouterTrainer, TrainingDiverged
@@ -21,6 +22,7 @@ _EXPORTS = {
     "RouterTrainer": "elastic_compile.training.trainer",
     "Target": "elastic_compile.training.constraints",
     "TrainingDiverged": "elastic_compile.training.trainer",
+    "TrainingStopped": "elastic_compile.training._stop",
     "evaluate": "elastic_compile.training._evaluate",
     "fit": "elastic_compile.training._fit",
 }
@@ -32,6 +34,7 @@ __all__ = [
     "RouterTrainer",
     "Target",
     "TrainingDiverged",
+    "TrainingStopped",
     "evaluate",
     "fit",
 ]

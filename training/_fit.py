@@ -26,6 +26,7 @@ from elastic_compile.passes import pipeline
 from elastic_compile.training import tasks as tasks_
 from elastic_compile.training._plots import plot_curves
 from elastic_compile.training._records import MetricsFile
+from elastic_compile.training._stop import StopOnSignal, TrainingStopped
 from elastic_compile.training.constraints import Target, resolve_targets
 from elastic_compile.training.data import Encoder, TrainingStream
 from elastic_compile.training.settings import PRESETS, choose
@@ -44,6 +45,10 @@ RUN_FILE = "fit.json"
 METRICS_FILE = "metrics.jsonl"
 CURVES_FILE = "curves.png"
 CHECKPOINTS = "checkpoints"
+_ONE_WAY = 0.02
+"""Ω_MSR this near to 0 or 1 in every task: the router does not look at its input."""
+_FAR = 0.25
+"""A target missed by more than this is reported; healthy runs end within it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +78,50 @@ class FitResult:
                 f"{final['lambda1']:>8.3f}{final['lambda2']:>8.3f}"
             )
         return "\n".join(lines)
+
+    def advice(self, last: int = 20) -> list[str]:
+        """What is wrong with the router by its last steps, and what to change; empty if nothing.
+
+        A router that sends all heads of every task one way has learned nothing from its input; a
+        task far from its target was not given the steps or the weight to reach it.
+        """
+        found = []
+        for task, final in self.records[-1]["tasks"].items():
+            rows = [r["tasks"][task] for r in self.records[-last:] if r["tasks"][task]["samples"]]
+            if rows:
+                ratio = sum(row["msr"] for row in rows) / len(rows)
+                found.append((task, ratio, Target(*final["target"])))
+        if not found:
+            return []
+        if all(ratio < _ONE_WAY for _, ratio, _ in found) and any(
+            target.low > _FAR for _, _, target in found
+        ):
+            return [
+                "the router has collapsed: every head is full for every task, as without a "
+                "router. Give the constraint more weight (a higher lambda_lr) or more steps, or "
+                "the routers a higher router_lr"
+            ]
+        if all(ratio > 1 - _ONE_WAY for _, ratio, _ in found):
+            asked = all(target.low > 1 - _FAR for _, _, target in found)
+            return [
+                "the router has collapsed: every head is sparse for every task. "
+                + (
+                    "Every target asks for that: give tasks that need distant tokens a lower one, "
+                    "for instance 0.7"
+                    if asked
+                    else "Give the constraint less weight (a lower lambda_lr), or tasks that need "
+                    "distant tokens more samples"
+                )
+            ]
+        lines = []
+        for task, ratio, target in found:
+            if ratio < target.low - _FAR or ratio > target.high + _FAR:
+                side = "below" if ratio < target.low else "above"
+                lines.append(
+                    f"task {task}: Ω_MSR {ratio:.2f} is far {side} its target {target}; more steps "
+                    "or a higher lambda_lr bring it nearer, at a price in loss that the curves show"
+                )
+        return lines
 
 
 def fit(
@@ -131,6 +180,7 @@ def fit(
         ValueError: Bad data (with file and line), a task without a target, a setting out of
             range, ``out`` holding another run.
         TrainingDiverged: The loss or a gradient is not finite.
+        TrainingStopped: The process got SIGTERM; the last step is in a checkpoint to resume from.
         ImportError: accelerate is not installed (extra ``train``).
     """
     chosen = choose(preset, recipe, **settings)
@@ -170,7 +220,8 @@ def fit(
         if main:
             metrics.keep_until(0 if start is None else checkpoint_step(start))
 
-    with training_only_routers(model, chosen.gradient_checkpointing) as recomputed:
+    prepared = training_only_routers(model, chosen.gradient_checkpointing)
+    with StopOnSignal() as stop, prepared as recomputed:
         clock = _Clock(metrics, chosen.steps, progress and main)
         trainer = RouterTrainer(
             model,
@@ -180,7 +231,7 @@ def fit(
             settings=chosen,
             metrics=metrics,
             recomputed=recomputed,
-            callbacks=[clock],
+            callbacks=[clock, stop],
         )
         try:
             if start is not None and checkpoint_step(start) >= chosen.steps:
@@ -191,11 +242,20 @@ def fit(
             clock.close()
             # Mixed precision wraps the model's forward.
             trainer.accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
+    reached = trainer.state.global_step
+    if stop.asked and reached < chosen.steps:
+        raise TrainingStopped(
+            f"told to end (SIGTERM) after step {reached} of {chosen.steps}, which is in "
+            f"{checkpoints}; the same call with resume (--resume) goes on from there"
+        )
     if save_dtype is not None:
         # The model too: what is used now is what will be loaded.
         for _, site in _state.rewritten_sites(model):
             site.to(save_dtype)
     result = FitResult(out, metrics.read(), clock.seconds_per_step)
+    if main:
+        for advice in result.advice():
+            logger.warning("%s", advice)
     if main:
         save_router(model, out)
         _write_run(
