@@ -87,7 +87,7 @@ def test_shapes(name, rows, keys):
 
 @pytest.mark.parametrize(
     ("name", "sink", "local"),
-    [("plain", 0, 1), ("plain", 33, 5), ("wide", 20, 7), ("deep", 20, 7), ("deep", 4, 100)],
+    [("plain", 0, 1), ("wide", 20, 7), ("deep", 33, 5)],
 )
 def test_windows(name, sink, local):
     check(inputs(1, heads=2, rows=66, keys=66, size=16), CONFIGS[name], sink=sink, local=local)
@@ -103,7 +103,6 @@ def test_windows(name, sink, local):
         {"softcap": 1.5, "sinks": torch.tensor([0.5, 2.0])},
         {"scale": -0.2, "full_mode": "streaming", "sparse_mode": "full"},
         {"scale": torch.tensor(0.3), "start": torch.tensor([3, 9])},
-        {"scale": 0.0},
     ],
     ids=lambda options: "-".join(options),
 )
@@ -115,9 +114,8 @@ def test_options(options):
     )
 
 
-@pytest.mark.parametrize(("heads", "size", "value_size"), [(6, 40, 24), (4, 24, 64)], ids=str)
-def test_heads(heads, size, value_size):
-    check(inputs(1, heads=heads, rows=35, keys=35, size=size, value_size=value_size), WIDE)
+def test_odd_head_sizes_and_groups():
+    check(inputs(1, heads=6, rows=35, keys=35, size=40, value_size=24), WIDE)
 
 
 def test_half_precision():

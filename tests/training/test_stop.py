@@ -7,49 +7,50 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 import torch
 
 from elastic_compile.fit import main
-from elastic_compile.training import FitResult
+from elastic_compile.training import FitResult, _fit
 from elastic_compile.training._stop import StopOnSignal
 from elastic_compile.training.trainer import checkpoint_step, last_checkpoint
 from tests.training.helpers import run, sites, tiny
 from tests.training.test_fit import ROOT, command, saved  # noqa: F401
 
-STEPS = ("--steps", "14", "--save-every", "100", "--quiet")
+STEPS = ("--steps", "6", "--save-every", "100", "--quiet")
+# Tells its own process to end at the end of step 3: no race with the run.
+TOLD = """
+import os, signal, sys
+from elastic_compile.training import _fit
+step_end = _fit._Clock.on_step_end
+def told(self, args, state, *rest, **more):
+    if state.global_step == 3 and os.environ["RANK"] == "1":
+        signal.raise_signal(signal.SIGTERM)
+    step_end(self, args, state, *rest, **more)
+_fit._Clock.on_step_end = told
+from elastic_compile.fit import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
-def start(saved, out, **environment):  # noqa: F811
-    return subprocess.Popen(
-        [sys.executable, "-m", "elastic_compile.fit", *command(saved, out, *STEPS)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def wait_for_lines(path, count, process):
-    deadline = time.monotonic() + 300
-    while not (path.exists() and path.read_bytes().count(b"\n") >= count):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def test_a_run_that_is_told_to_end_saves_and_goes_on(saved, tmp_path):  # noqa: F811
+def test_a_run_that_is_told_to_end_saves_and_goes_on(saved, tmp_path, monkeypatch, capsys):  # noqa: F811
     assert main(command(saved, tmp_path / "whole", *STEPS)) == 0
     out = tmp_path / "stopped"
-    process = start(saved, out)
-    wait_for_lines(out / "metrics.jsonl", 4, process)
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 143, said
-    last = checkpoint_step(last_checkpoint(out / "checkpoints"))
-    assert 4 <= last < 14 and f"after step {last} of 14" in said and "--resume" in said
-    assert (out / "metrics.jsonl").read_bytes().count(b"\n") == last
+    step_end = _fit._Clock.on_step_end
+
+    def told(self, args, state, *rest, **more):
+        if state.global_step == 3:
+            signal.raise_signal(signal.SIGTERM)
+        step_end(self, args, state, *rest, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_fit._Clock, "on_step_end", told)
+        assert main(command(saved, out, *STEPS)) == 143
+    said = capsys.readouterr().err
+    assert "after step 3 of 6" in said and "--resume" in said
+    assert checkpoint_step(last_checkpoint(out / "checkpoints")) == 3
+    assert (out / "metrics.jsonl").read_bytes().count(b"\n") == 3
     assert not (out / "elastic_config.json").exists()
     assert main(command(saved, out, *STEPS, "--resume")) == 0
     whole = tmp_path / "whole" / "metrics.jsonl"
@@ -57,21 +58,33 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on(saved, tmp_path):  # noqa: 
 
 
 def test_all_processes_end_at_the_same_step(saved, tmp_path):  # noqa: F811
+    """One alone is told: it tells the other."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     together = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     out = tmp_path / "two"
     processes = [
-        start(saved, out, RANK=str(rank), LOCAL_RANK=str(rank), **together) for rank in range(2)
+        subprocess.Popen(
+            [sys.executable, "-c", TOLD, *command(saved, out, *STEPS)],
+            env={
+                **os.environ,
+                **together,
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+            },
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
     ]
-    wait_for_lines(out / "metrics.jsonl", 2, processes[0])
-    # One alone: it tells the other.
-    processes[1].send_signal(signal.SIGTERM)
-    said = [process.communicate(timeout=120)[1] for process in processes]
+    said = [process.communicate(timeout=300)[1] for process in processes]
     assert [process.returncode for process in processes] == [143, 143], said
-    last = checkpoint_step(last_checkpoint(out / "checkpoints"))
-    assert all(f"after step {last} of 14" in one for one in said)
+    assert all("after step 3 of 6" in one for one in said)
+    assert checkpoint_step(last_checkpoint(out / "checkpoints")) == 3
 
 
 def test_the_handler_goes_with_the_run():
