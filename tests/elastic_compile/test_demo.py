@@ -310,6 +310,7 @@ def test_the_clock_stops_the_rounds(small, said):
     assert any("the time is up" in line for line in said)
 
 
+@pytest.mark.long
 def test_long_adds_a_length(small):
     small.long, small.rounds = True, 1
     demo.load(small)

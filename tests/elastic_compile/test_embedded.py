@@ -83,7 +83,9 @@ def test_the_configuration_needs_no_weights():
 
 @needs_model
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)]
+)
 def test_the_model_is_an_ordinary_one(dtype, tmp_path, caplog):
     from transformers import AutoModelForCausalLM
 

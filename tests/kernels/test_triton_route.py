@@ -18,7 +18,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "cases", ["kernels/triton_route_interpreted.py", "integration/fused_router_interpreted.py"]
+    "cases",
+    [
+        "kernels/triton_route_interpreted.py",
+        pytest.param("integration/fused_router_interpreted.py", marks=pytest.mark.long),
+    ],
 )
 def test_in_the_interpreter(cases):
     pytest.importorskip("triton")

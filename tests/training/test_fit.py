@@ -157,7 +157,7 @@ def test_what_a_run_leaves_behind(tmp_path):
         run(tiny(), out)
 
 
-@pytest.mark.parametrize("start", ["full", "sparse"])
+@pytest.mark.parametrize("start", ["full", pytest.param("sparse", marks=pytest.mark.long)])
 def test_the_target_is_met_from_both_ends(start, tmp_path):
     """B63, the language-model loss held constant: attention says nothing."""
     rng = random.Random(0)

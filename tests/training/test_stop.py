@@ -57,6 +57,7 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on(saved, tmp_path, monkeypatc
     assert (out / "metrics.jsonl").read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.long
 def test_all_processes_end_at_the_same_step(saved, tmp_path):  # noqa: F811
     """One alone is told: it tells the other."""
     with socket.socket() as free:
