@@ -35,8 +35,8 @@ class Implementation:
         special: True for a short cut that serves some calls only, so that passing it over is no
             fallback.
         differentiable: False where ``backward`` is left to the next implementation.
-        backward: Module whose ``supports`` and ``backward`` serve calls that name this
-            implementation, where it is not differentiable by itself.
+        backward: Module whose ``backward`` serves calls that name this implementation, where it is
+            not differentiable by itself; it takes what ``module`` supports.
     """
 
     name: str

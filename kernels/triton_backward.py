@@ -44,13 +44,6 @@ class Config:
     row_stages: int
 
 
-def supports(call: AttentionCall) -> tuple[bool, str]:
-    """Whether the kernels can serve ``call``, by its shapes, dtypes and options alone."""
-    from elastic_compile.kernels import triton_prefill
-
-    return triton_prefill.supports(call)
-
-
 def select_config(head_size: int, dtype: torch.dtype) -> Config:
     """The launch configuration: a function of these alone.
 
@@ -79,7 +72,7 @@ def backward(
     """Gradients of query, key, value and learned sinks (None without).
 
     Args:
-        call: Arguments for which :func:`supports` holds.
+        call: Arguments for which ``triton_prefill.supports`` holds.
         grad_out: Gradient of the output, [B, Hq, Sq, Dv].
         grad_lse: Gradient of the log-sum-exp, [B, Hq, Sq], or None for zero.
         out: The output, [B, Hq, Sq, Dv].

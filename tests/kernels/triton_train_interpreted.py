@@ -45,8 +45,7 @@ def check(tensors, configs=PLAIN, sink=5, local=13, **options):
     fields = {name: value for name, value in options.items() if name != "scale"}
     fields["scale_tensor" if isinstance(scale, torch.Tensor) else "scale"] = scale
     call = AttentionCall(query, key, value, route, sink, local, **fields)
-    for module in (triton_dual, triton_backward):
-        assert module.supports(call) == (True, "")
+    assert triton_dual.supports(call) == (True, "")
     out, lse, other = triton_dual.forward(call, configs[0])
     torch.manual_seed(0)
     grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
