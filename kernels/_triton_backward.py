@@ -30,7 +30,9 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 def row_sums(
     grad_out,
     out,
+    lse,
     grad_lse,
+    logs,
     sums,
     stride_gb,
     stride_gh,
@@ -44,7 +46,11 @@ def row_sums(
     BDV: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """<dO, O> - dL/dlse of every row, float32 [B, Hq, Sq]; ``grad_lse`` [B, Hq, Sq] or None."""
+    """<dO, O> - dL/dlse of every row, and its log-sum-exp in units of log 2.
+
+    float32 [B, Hq, Sq] all of them, ``grad_lse`` and ``lse`` or None; +inf for a row that sees
+    nothing, so that its weights are 0.
+    """
     tile = tl.program_id(0)
     pair = tl.program_id(1)
     sample = (pair // heads).to(tl.int64)
@@ -62,6 +68,10 @@ def row_sums(
     if grad_lse is not None:
         total -= tl.load(grad_lse + where, mask=rows < queries, other=0.0)
     tl.store(sums + where, total, mask=rows < queries)
+    if lse is not None:
+        log = tl.load(lse + where, mask=rows < queries, other=0.0)
+        log = tl.where(log == -float("inf"), float("inf"), log) * _LOG2E
+        tl.store(logs + where, log, mask=rows < queries)
 
 
 @triton.jit
@@ -80,20 +90,13 @@ def _gains(scale, softcap):
 def _weights(products, logs, rate, gain, softcap):
     """Softmax weights, and the derivative of the capped scores by the uncapped ones.
 
-    ``logs``: log-sum-exp in units of log 2, +inf for rows that see nothing; it broadcasts.
+    ``logs``: what ``row_sums`` gives, broadcast; +inf for rows that do not exist.
     """
     slope = products
     if softcap is not None:
         products = 1.0 - 2.0 / (tl.math.exp2(products * rate) + 1.0)
         slope = 1.0 - products * products
     return tl.math.exp2(products * gain - logs), slope
-
-
-@triton.jit
-def _load_logs(lse, where, mask):
-    """Log-sum-exp in units of log 2; +inf for rows that see nothing or do not exist."""
-    logs = tl.load(lse + where, mask=mask, other=float("inf"))
-    return tl.where(logs == -float("inf"), float("inf"), logs) * _LOG2E
 
 
 @triton.jit
@@ -109,13 +112,14 @@ def _key_step(
     v,
     query,
     grad_out,
-    lse,
+    logs,
     sums,
+    sample,
+    head,
     m,
     queries,
     shift,
     j,
-    real,
     reach,
     sink,
     grad_k,
@@ -130,6 +134,7 @@ def _key_step(
     BM: tl.constexpr,
     STREAMS: tl.constexpr,
     CUT: tl.constexpr,
+    TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Adds what BM rows of one head, from row m on, give to the gradients of a block of keys."""
@@ -137,17 +142,23 @@ def _key_step(
     value_columns = tl.arange(0, v.shape[1])
     at = m + tl.arange(0, BM)
     exists = at < queries
-    q = _load_rows(query, at, columns, exists, stride_qs, D)
+    if TMA:
+        q = tl.reshape(query.load([sample, head, m, 0]), [BM, k.shape[1]])
+    else:
+        q = _load_rows(query, at, columns, exists, stride_qs, D)
     products = tl.dot(k, q.T, input_precision=PRECISION)
-    logs = _load_logs(lse, at, exists)
-    weights, slope = _weights(products, logs[None, :], rate, gain, softcap)
+    log = tl.load(logs + at, mask=exists, other=float("inf"))
+    weights, slope = _weights(products, log[None, :], rate, gain, softcap)
     if CUT:
         behind = (shift + at)[None, :] - j[:, None]
-        visible = (behind >= 0) & real[:, None]
+        visible = behind >= 0
         if STREAMS:
             visible = visible & ((behind < reach) | (j < sink)[:, None])
         weights = tl.where(visible, weights, 0.0)
-    grad = _load_rows(grad_out, at, value_columns, exists, stride_gs, DV)
+    if TMA:
+        grad = tl.reshape(grad_out.load([sample, head, m, 0]), [BM, v.shape[1]])
+    else:
+        grad = _load_rows(grad_out, at, value_columns, exists, stride_gs, DV)
     grad_v = tl.dot(weights.to(grad.dtype), grad, grad_v, input_precision=PRECISION)
     grad_weights = tl.dot(v, grad.T, input_precision=PRECISION)
     total = tl.load(sums + at, mask=exists, other=0.0)
@@ -181,7 +192,7 @@ def keys_and_values(
     key,
     value,
     grad_out,
-    lse,
+    logs,
     sums,
     grad_key,
     grad_value,
@@ -226,11 +237,13 @@ def keys_and_values(
     BN: tl.constexpr,
     FULL_STREAMS: tl.constexpr,
     SPARSE_STREAMS: tl.constexpr,
+    TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Gradients of BN keys and values of one kv head, [B, Hkv, Skv, D or Dv] contiguous.
 
-    First blocks, which most rows see, come first. ``blocks``: of the key tensor.
+    First blocks, which most rows see, come first. ``blocks``: of the key tensor. TMA: query and
+    grad_out are descriptors.
     """
     STREAMS: tl.constexpr = FULL_STREAMS or SPARSE_STREAMS
     units = tl.num_programs(0) // blocks
@@ -294,34 +307,37 @@ def keys_and_values(
     inner = tl.minimum(inner, high)
     outer = tl.minimum(outer, high)
 
+    # Keys that are not real are ahead of all rows.
+    j = tl.where(real, j, _NO_WINDOW)
     grad_k = tl.zeros([BN, BD], tl.float32)
     grad_v = tl.zeros([BN, BDV], tl.float32)
-    query += sample.to(tl.int64) * stride_qb
-    grad_out += sample.to(tl.int64) * stride_gb
+    own_query = query
+    own_grad = grad_out
     pair = (sample * kv_heads + kv_head).to(tl.int64) * GROUP
     for member in range(0, GROUP):
-        head = (kv_head * GROUP + member).to(tl.int64)
-        own_query = query + head * stride_qh
-        own_grad = grad_out + head * stride_gh
-        own_lse = lse + (pair + member) * queries
+        head = kv_head * GROUP + member
+        if not TMA:
+            own_query = query + sample.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
+            own_grad = grad_out + sample.to(tl.int64) * stride_gb + head.to(tl.int64) * stride_gh
+        own_logs = logs + (pair + member) * queries
         own_sums = sums + (pair + member) * queries
         for m in tl.range(low, inner, BM):
             grad_k, grad_v = _key_step(
-                k, v, own_query, own_grad, own_lse, own_sums, m, queries, shift, j, real, reach,
-                sink, grad_k, grad_v, rate, factor, softcap, stride_qs, stride_gs, D, DV, BM,
-                STREAMS, True, PRECISION,
+                k, v, own_query, own_grad, own_logs, own_sums, sample, head, m, queries, shift, j,
+                reach, sink, grad_k, grad_v, rate, factor, softcap, stride_qs, stride_gs, D, DV, BM,
+                STREAMS, True, TMA, PRECISION,
             )  # fmt: skip
         for m in tl.range(inner, outer, BM):
             grad_k, grad_v = _key_step(
-                k, v, own_query, own_grad, own_lse, own_sums, m, queries, shift, j, real, reach,
-                sink, grad_k, grad_v, rate, factor, softcap, stride_qs, stride_gs, D, DV, BM,
-                STREAMS, False, PRECISION,
+                k, v, own_query, own_grad, own_logs, own_sums, sample, head, m, queries, shift, j,
+                reach, sink, grad_k, grad_v, rate, factor, softcap, stride_qs, stride_gs, D, DV, BM,
+                STREAMS, False, TMA, PRECISION,
             )  # fmt: skip
         for m in tl.range(outer, high, BM):
             grad_k, grad_v = _key_step(
-                k, v, own_query, own_grad, own_lse, own_sums, m, queries, shift, j, real, reach,
-                sink, grad_k, grad_v, rate, factor, softcap, stride_qs, stride_gs, D, DV, BM,
-                STREAMS, True, PRECISION,
+                k, v, own_query, own_grad, own_logs, own_sums, sample, head, m, queries, shift, j,
+                reach, sink, grad_k, grad_v, rate, factor, softcap, stride_qs, stride_gs, D, DV, BM,
+                STREAMS, True, TMA, PRECISION,
             )  # fmt: skip
 
     grad_k = grad_k * gain
@@ -390,7 +406,7 @@ def queries_alone(
     key,
     value,
     grad_out,
-    lse,
+    logs,
     sums,
     grad_query,
     route,
@@ -438,9 +454,13 @@ def queries_alone(
     FULL_STREAMS: tl.constexpr,
     SPARSE_STREAMS: tl.constexpr,
     SCAN: tl.constexpr,
+    TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradient of BM rows of one query head, [B, Hq, Sq, D] contiguous."""
+    """Gradient of BM rows of one query head, [B, Hq, Sq, D] contiguous.
+
+    TMA: key and value are descriptors.
+    """
     unit, lane, tile, streams = _choose_tile(
         route, units, kv_heads, stride_rb, stride_rh, tiles, even_tiles, section, GROUP,
         FULL_STREAMS, SPARSE_STREAMS, SCAN,
@@ -458,7 +478,7 @@ def queries_alone(
     q = _load_rows(query, rows, columns, exists, stride_qs, D)
     grad = _load_rows(grad_out, rows, value_columns, exists, stride_gs, DV)
     first_log = (sample * kv_heads * GROUP + head).to(tl.int64) * queries
-    logs = _load_logs(lse, first_log + rows, exists)
+    log = tl.load(logs + first_log + rows, mask=exists, other=float("inf"))
     total = tl.load(sums + first_log + rows, mask=exists, other=0.0)
 
     first, filled = key_range(sample, start, kv_len, stride_start, stride_len, held)
@@ -501,10 +521,12 @@ def queries_alone(
     rate, factor = _gains(gain, softcap)
 
     place = (sample, kv_head, first)
-    key += sample.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
-    key += first.to(tl.int64) * stride_ks
-    value += sample.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
-    value += first.to(tl.int64) * stride_vs
+    UNFILLED: tl.constexpr = TMA and kv_len is not None
+    if not TMA:
+        key += sample.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
+        key += first.to(tl.int64) * stride_ks
+        value += sample.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
+        value += first.to(tl.int64) * stride_vs
     key_offsets = tl.arange(0, BN)[:, None] * stride_ks + columns[None, :]
     value_offsets = tl.arange(0, BN)[:, None] * stride_vs + value_columns[None, :]
     position = lowest + tl.arange(0, BM)
@@ -512,30 +534,30 @@ def queries_alone(
     for t in tl.range(0, whole):
         n = _whole_block(t, sink_whole, inner) * BN
         k = _load_block(
-            key, place, key_offsets, columns, n, stride_ks, keys, BN, D, False, WHOLE=True
+            key, place, key_offsets, columns, n, stride_ks, keys, BN, D, TMA, WHOLE=True
         )
         v = _load_block(
-            value, place, value_offsets, value_columns, n, stride_vs, keys, BN, DV, False,
+            value, place, value_offsets, value_columns, n, stride_vs, keys, BN, DV, TMA,
             WHOLE=True,
         )  # fmt: skip
         grad_q = _query_step(
-            q, grad, k, v, logs, total, None, grad_q, rate, factor, softcap, False, PRECISION
+            q, grad, k, v, log, total, None, grad_q, rate, factor, softcap, False, PRECISION
         )
     for t in tl.range(0, cut):
         n = _cut_block(t, sink_cut, left_cut, sink_whole, edge, diagonal) * BN
         k = _load_block(
-            key, place, key_offsets, columns, n, stride_ks, keys, BN, D, False, WHOLE=False
+            key, place, key_offsets, columns, n, stride_ks, keys, BN, D, TMA, WHOLE=False
         )
         v = _load_block(
-            value, place, value_offsets, value_columns, n, stride_vs, keys, BN, DV, False,
+            value, place, value_offsets, value_columns, n, stride_vs, keys, BN, DV, TMA,
             WHOLE=False,
         )  # fmt: skip
         # A weight of zero does not silence a NaN.
-        k = _silence(k, n, keys, mask_row, stride_ms, BN, False)
-        v = _silence(v, n, keys, mask_row, stride_ms, BN, False)
+        k = _silence(k, n, keys, mask_row, stride_ms, BN, UNFILLED)
+        v = _silence(v, n, keys, mask_row, stride_ms, BN, UNFILLED)
         visible = _visible(n, position, keys, reach, sink, mask_row, stride_ms, BN, STREAMS)
         grad_q = _query_step(
-            q, grad, k, v, logs, total, visible, grad_q, rate, factor, softcap, True, PRECISION
+            q, grad, k, v, log, total, visible, grad_q, rate, factor, softcap, True, PRECISION
         )
     grad_q = grad_q * gain
     tl.store(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_compile.kernels import _gpu
+from elastic_compile.kernels import _gpu, triton_prefill
 from elastic_compile.kernels._call import STREAMING, AttentionCall
 
 _SUM_ROWS = 64
@@ -32,6 +32,7 @@ class Config:
         row_keys: Keys that it meets at once.
         row_warps: Of such a program.
         row_stages: Of its loads.
+        tma: Blocks that move are loaded through TMA descriptors, where chip and strides allow it.
     """
 
     key_rows: int
@@ -42,23 +43,25 @@ class Config:
     row_keys: int
     row_warps: int
     row_stages: int
+    tma: bool = False
 
 
-def select_config(head_size: int, dtype: torch.dtype) -> Config:
+def select_config(head_size: int, dtype: torch.dtype, *, tma: bool) -> Config:
     """The launch configuration: a function of these alone.
 
     Args:
         head_size: The larger of D and Dv.
         dtype: Of query, key and value.
+        tma: Whether chip and strides allow TMA descriptors.
     """
     if dtype == torch.float32:
         size = 32 if head_size <= 128 else 16
         return Config(size, size, 4, 1, size, size, 4, 1)
     if head_size <= 64:
-        return Config(64, 128, 8, 2, 128, 64, 8, 2)
+        return Config(64, 64, 4, 3 if tma else 2, 128, 64, 8, 2, tma)
     if head_size <= 128:
-        return Config(64, 128, 8, 2, 128, 64, 8, 2)
-    return Config(32, 64, 8, 1, 64, 32, 8, 1)
+        return Config(64, 128, 8, 2, 128, 64, 8, 3 if tma else 2, tma)
+    return Config(32, 64, 8, 1, 64, 32, 8, 1, tma)
 
 
 def backward(
@@ -86,15 +89,18 @@ def backward(
     grad_out = _gpu.unit_stride(grad_out.to(query.dtype))
     batch, heads, queries, head_size = query.shape
     _, kv_heads, held, value_size = value.shape
-    config = config or select_config(max(head_size, value_size), query.dtype)
+    tma = all(_gpu.tma_fits(x) for x in (query, key, value, grad_out))
+    config = config or select_config(max(head_size, value_size), query.dtype, tma=tma)
+    tma = config.tma and tma
     full_streams, sparse_streams = (
         mode == STREAMING and not call.uniform for mode in (call.full_mode, call.sparse_mode)
     )
     grads = [
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     ]
-    sums = row_sums(grad_out, out, grad_lse)
     lse = lse.contiguous()
+    logs = torch.empty_like(lse)
+    sums = row_sums(grad_out, out, grad_lse, lse=lse, logs=logs)
     units, group = batch * kv_heads, heads // kv_heads
     start, kv_len, mask = call.start, call.kv_len, call.key_mask
     if mask is not None:
@@ -103,11 +109,7 @@ def backward(
     with _gpu.on(query.device):
         kernels = _kernels()
         shared = dict(
-            query=query,
-            key=key,
-            value=value,
-            grad_out=grad_out,
-            lse=lse,
+            logs=logs,
             sums=sums,
             route=call.route,
             start=start,
@@ -135,14 +137,23 @@ def backward(
             BDV=_gpu.padded(value_size),
             FULL_STREAMS=full_streams,
             SPARSE_STREAMS=sparse_streams,
+            TMA=tma,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         )
         for prefix, tensor in (("q", query), ("k", key), ("v", value), ("g", grad_out)):
             for suffix, stride in zip("bhs", tensor.stride(), strict=False):
                 shared[f"stride_{prefix}{suffix}"] = stride
+
+        def rows_of(tensor: Tensor, rows: int) -> Any:
+            return triton_prefill.descriptor(tensor, rows) if tma else tensor
+
         blocks = -(-held // config.keys)
         kernels.keys_and_values[(units * blocks,)](
             **shared,
+            query=rows_of(query, config.key_rows),
+            key=key,
+            value=value,
+            grad_out=rows_of(grad_out, config.key_rows),
             grad_key=grads[1],
             grad_value=grads[2],
             blocks=blocks,
@@ -158,6 +169,10 @@ def backward(
             even_tiles = min(max(even_tiles, 0), tiles)
         kernels.queries_alone[(batch * heads * tiles,)](
             **shared,
+            query=query,
+            key=rows_of(key, config.row_keys),
+            value=rows_of(value, config.row_keys),
+            grad_out=grad_out,
             grad_query=grads[0],
             units=units,
             tiles=tiles,
@@ -178,13 +193,22 @@ def backward(
     return grads[0], grads[1], grads[2], sinks
 
 
-def row_sums(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None = None) -> Tensor:
+def row_sums(
+    grad_out: Tensor,
+    out: Tensor,
+    grad_lse: Tensor | None = None,
+    *,
+    lse: Tensor | None = None,
+    logs: Tensor | None = None,
+) -> Tensor:
     """<dO, O> - dL/dlse of every row.
 
     Args:
         grad_out: [B, Hq, Sq, Dv].
         out: [B, Hq, Sq, Dv].
         grad_lse: float32 [B, Hq, Sq], or None for zero.
+        lse: float32 [B, Hq, Sq], contiguous, if ``logs`` is given.
+        logs: As ``lse``; receives it in units of log 2, +inf where a row sees nothing.
 
     Returns:
         float32 [B, Hq, Sq].
@@ -196,7 +220,9 @@ def row_sums(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None = None) -> T
         _kernels().row_sums[(-(-queries // _SUM_ROWS), batch * heads)](
             grad_out,
             out,
+            lse,
             None if grad_lse is None else grad_lse.contiguous(),
+            logs,
             sums,
             *grad_out.stride()[:3],
             *out.stride()[:3],

@@ -34,8 +34,11 @@ def select_config(head_size: int, dtype: torch.dtype, *, tma: bool) -> Config:
     if dtype == torch.float32:
         size = 32 if head_size <= 128 else 16
         return Config(rows=size, keys=32, warps=4, stages=1, tma=False)
+    if head_size <= 64:
+        return Config(rows=128, keys=64, warps=4, stages=3, tma=tma, pack=2)
     if head_size <= 128:
-        return Config(rows=128, keys=64, warps=8, stages=2, tma=tma, pack=2)
+        stages = 3 if tma else 2
+        return Config(rows=128, keys=128 if tma else 64, warps=8, stages=stages, tma=tma, pack=2)
     return Config(rows=64, keys=32, warps=8, stages=2, tma=tma)
 
 

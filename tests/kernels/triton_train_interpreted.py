@@ -18,7 +18,7 @@ from tests.kernels.triton_interpreted import alternating, inputs, readable
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
 # Blocks much smaller than sequences, so that every kind of block occurs; some larger than others.
-PLAIN = Config(16, 16, 4, 1), triton_backward.Config(16, 16, 4, 1, 16, 16, 4, 1)
+PLAIN = Config(16, 16, 4, 1), triton_backward.Config(16, 16, 4, 1, 16, 16, 4, 1, True)
 WIDE = Config(32, 16, 4, 1, pack=2), triton_backward.Config(32, 16, 4, 1, 16, 32, 4, 1)
 DEEP = (
     Config(16, 32, 4, 1, tma=False, split_sums=False),
