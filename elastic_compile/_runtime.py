@@ -371,10 +371,12 @@ def _attend(
         _state.remember(site, route, past + length, real)
 
     relaxed = route.is_floating_point()
-    # Relaxed routes: training. torch SDPA's backward is faster than the op's own by default.
+    # Relaxed routes: training. In float32 torch SDPA is faster than the op's kernels, which use no
+    # tensor cores then.
     plain = start is None and kv_len is None and softcap is None and sinks is None and not dropout
     plain = plain and key.shape[2] == length and query.is_cuda and site.kernel == "auto"
-    if relaxed and plain and not isinstance(scale, Tensor):
+    plain = plain and query.dtype == torch.float32 and not isinstance(scale, Tensor)
+    if relaxed and plain:
         return _relaxed.mix_blocked(
             query, key, value, route, sink=site.sink, local=site.local, scale=scale
         )

@@ -35,8 +35,8 @@ class Implementation:
         special: True for a short cut that serves some calls only, so that passing it over is no
             fallback.
         differentiable: False where ``backward`` is left to the next implementation.
-        backward: Module whose ``backward`` serves calls that name this implementation, where it is
-            not differentiable by itself; it takes what ``module`` supports.
+        backward: Module with the ``backward`` of this implementation, where ``module`` has none; it
+            takes what ``module`` supports.
     """
 
     name: str
@@ -149,9 +149,9 @@ def forward_both(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     if call.uniform:
         out, lse = forward(call)
         return out, lse, out.clone()
-    entry, _ = select(call)
-    if entry.name == "triton" and _name(call) == "triton" and triton_dual.supports(call)[0]:
-        _counters.count_call(entry.name)
+    named = _name(call) in ("auto", "triton")
+    if named and call.query.is_cuda and triton_dual.supports(call)[0]:
+        _counters.count_call("triton")
         return triton_dual.forward(call)
     out, lse = forward(call)
     other, _ = forward(replace(call, route=1 - call.route))
@@ -239,7 +239,7 @@ def _candidates(call: AttentionCall, backward: bool) -> Iterator[Implementation]
     device = call.query.device.type
     for entry in _registry.values():
         if (not entry.devices or device in entry.devices) and (
-            entry.differentiable or not backward
+            entry.differentiable or entry.backward or not backward
         ):
             yield entry
 
