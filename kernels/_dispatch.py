@@ -149,8 +149,8 @@ def forward_both(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     if call.uniform:
         out, lse = forward(call)
         return out, lse, out.clone()
-    named = _name(call) in ("auto", "triton")
-    if named and call.query.is_cuda and triton_dual.supports(call)[0]:
+    wanted = _name(call) in ("auto", "triton")
+    if wanted and _registry["triton"].supports(call)[0] and triton_dual.supports(call)[0]:
         _counters.count_call("triton")
         return triton_dual.forward(call)
     out, lse = forward(call)
