@@ -375,8 +375,8 @@ def _attend(
     # tensor cores then.
     plain = start is None and kv_len is None and softcap is None and sinks is None and not dropout
     plain = plain and key.shape[2] == length and query.is_cuda and site.kernel == "auto"
-    plain = plain and query.dtype == torch.float32 and not isinstance(scale, Tensor)
-    if relaxed and plain:
+    plain = plain and query.dtype == torch.float32
+    if relaxed and plain and not isinstance(scale, Tensor):
         return _relaxed.mix_blocked(
             query, key, value, route, sink=site.sink, local=site.local, scale=scale
         )
