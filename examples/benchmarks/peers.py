@@ -106,9 +106,9 @@ def _streaming(sink: int, local: int) -> Any:
 
 @functools.cache
 def _compiled_flex() -> Any:
-    # Shapes become dynamic where they change; the limit counts all that stay apart.
+    # One kernel for all lengths; the limit counts what stays apart.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    return torch.compile(flex_attention)
+    return torch.compile(flex_attention, dynamic=True)
 
 
 def gather(

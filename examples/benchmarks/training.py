@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--seconds", type=float, default=0.2, help="time spent on each number")
     parser.add_argument("--commit", help="what the JSON calls the commit; default: git's HEAD")
-    parser.add_argument("--out", type=Path, help="JSON file to write, after every shape")
+    parser.add_argument("--out", type=Path, help="JSON file to write, after every row")
     parser.add_argument("--append", action="store_true", help="keep what the file has besides")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -82,12 +82,12 @@ def main() -> None:
     results = Results(args.out, meta, KEY, append=args.append)
     for size in args.head_sizes:
         for length in args.lengths:
-            results.add(measure(args, size, length))
+            measure(args, size, length, results)
             torch.cuda.empty_cache()
 
 
-def measure(args: argparse.Namespace, size: int, length: int) -> list[Row]:
-    """The rows of one head size and length."""
+def measure(args: argparse.Namespace, size: int, length: int, results: Results) -> list[Row]:
+    """The rows of one head size and length, each added as soon as it is known."""
     torch.manual_seed(0)
     leaves = [
         torch.randn(args.batch, length, heads, size, device="cuda", dtype=DTYPES[args.dtype])
@@ -102,23 +102,24 @@ def measure(args: argparse.Namespace, size: int, length: int) -> list[Row]:
     leaves.append(route.requires_grad_())
     grad = torch.randn_like(leaves[0])
 
-    runs = implementations(args, length)
-    wanted: list[Tensor] | None = None
-    for name, attend in runs.items():
-        found = differentiate(attend, leaves, grad)
-        wanted = wanted or found
-        # What has no routes is not compared.
-        if name != DENSE:
-            compare(name, found, wanted)
-        del found
-    del wanted
-
     rows = []
     kv_group = args.batch * args.heads // args.kv_heads
     every = full_pairs(length) * args.kv_heads * kv_group
     streamed = streaming_pairs(length, args.sink, args.local) * args.sparse
     chosen = (streamed + full_pairs(length) * (args.kv_heads - args.sparse)) * kv_group
-    for name, attend in runs.items():
+    wanted: list[Tensor] | None = None
+    for name, make in implementations(args, length).items():
+        # FlexAttention compiles here, which takes minutes: whoever waits should know.
+        print(f"{name} at {length} ...", file=sys.stderr, flush=True)
+        attend = make()
+        found = differentiate(attend, leaves, grad)
+        if wanted is None:
+            # Not on the device, whose peak of memory is measured.
+            wanted = [tensor.cpu() for tensor in found]
+        # What has no routes is not compared.
+        if name != DENSE:
+            compare(name, found, wanted)
+        del found
         forward = timed(lambda attend=attend: attend(*leaves), args.seconds)[0]
         both, peak = timed(lambda attend=attend: differentiate(attend, leaves, grad), args.seconds)
         back = both - forward
@@ -135,6 +136,7 @@ def measure(args: argparse.Namespace, size: int, length: int) -> list[Row]:
             "peak_bytes": peak,
         }
         rows.append(row)
+        results.add([row])
         print(
             f"{name:13} {size:4} {args.batch} x {length:7} {forward:9.3f} {back:9.3f} {both:9.3f} "
             f"{peak / 2**30:6.1f}  {row['fwd_tflops']:.0f} / {row['bwd_tflops']:.0f} TFLOP/s",
@@ -143,8 +145,8 @@ def measure(args: argparse.Namespace, size: int, length: int) -> list[Row]:
     return rows
 
 
-def implementations(args: argparse.Namespace, length: int) -> dict[str, peers.Mix]:
-    """What is timed, by name; ours first."""
+def implementations(args: argparse.Namespace, length: int) -> dict[str, Callable[[], peers.Mix]]:
+    """What makes what is timed, by name; ours first, those that compile last."""
 
     def elastic(query: Tensor, key: Tensor, value: Tensor, route: Tensor) -> Tensor:
         return ops.attention_train(
@@ -157,12 +159,16 @@ def implementations(args: argparse.Namespace, length: int) -> dict[str, peers.Mi
     def dense(query: Tensor, key: Tensor, value: Tensor, route: Tensor) -> Tensor:
         return peers.sdpa(query, key, value)()
 
-    runs: dict[str, peers.Mix] = {"elastic": elastic, "sdpa_blocked": blocked}
     makers = peers.mixtures(length, args.sink, args.local, torch.device("cuda"))
+    runs: dict[str, Callable[[], peers.Mix]] = {
+        "elastic": lambda: elastic,
+        "sdpa_blocked": lambda: blocked,
+        DENSE: lambda: dense,
+    }
     for name in args.peers:
         if name != "two_sdpa" or length <= args.mask_limit:
-            runs[name] = makers[name]()
-    return runs | {DENSE: dense}
+            runs[name] = makers[name]
+    return runs
 
 
 def differentiate(attend: Callable[..., Tensor], leaves: list[Tensor], grad: Tensor) -> list[Any]:
@@ -176,8 +182,8 @@ def compare(name: str, found: list[Tensor], wanted: list[Tensor]) -> None:
     for what, one, other in zip(
         ("output", "query", "key", "value", "route"), found, wanted, strict=True
     ):
-        error = torch.linalg.norm(one.double() - other.double())
-        relative = (error / torch.linalg.norm(other.double())).item()
+        exact = other.to(one.device).double()
+        relative = (torch.linalg.norm(one.double() - exact) / torch.linalg.norm(exact)).item()
         # The route's gradient is a small difference of large sums.
         if not relative < PARITY * (10 if what == "route" else 1):
             sys.exit(f"{name}: {what} differs from {OURS[0]}'s by {relative:.2e}")
