@@ -371,8 +371,7 @@ def _attend(
         _state.remember(site, route, past + length, real)
 
     relaxed = route.is_floating_point()
-    # Relaxed routes: training. In float32 torch SDPA is faster than the op's kernels, which use no
-    # tensor cores then.
+    # Relaxed routes: training. The op's kernels use no tensor cores in float32: torch SDPA there.
     plain = start is None and kv_len is None and softcap is None and sinks is None and not dropout
     plain = plain and key.shape[2] == length and query.is_cuda and site.kernel == "auto"
     plain = plain and query.dtype == torch.float32

@@ -149,9 +149,12 @@ def forward_both(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     if call.uniform:
         out, lse = forward(call)
         return out, lse, out.clone()
-    wanted = _name(call) in ("auto", "triton")
-    if wanted and _registry["triton"].supports(call)[0] and triton_dual.supports(call)[0]:
-        _counters.count_call("triton")
+    name = _name(call)
+    if name == "auto":
+        # Short cuts of the plain op have neither this forward nor a backward.
+        name = default_implementation(call.query.device.type)
+    if name == "triton" and _registry[name].supports(call)[0] and triton_dual.supports(call)[0]:
+        _counters.count_call(name)
         return triton_dual.forward(call)
     out, lse = forward(call)
     other, _ = forward(replace(call, route=1 - call.route))

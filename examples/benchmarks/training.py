@@ -3,11 +3,11 @@
     python examples/benchmarks/training.py --out examples/benchmarks/results/training.json
 
 Needs a CUDA GPU. ``elastic`` is ``attention_train`` with the Triton kernels, ``sdpa_blocked`` what
-a fit uses without being asked; the peers compute full and streaming attention of all heads and mix
-them (``peers.mixtures``). Half of the kv heads stream. Outputs and gradients of all are compared
-before anything is printed. Times are medians of queued calls, without the host; the backward's is
-that of both less the forward's. Rates count 4 D FLOP forward and 10 D backward for every pair that
-the work needs: all causal pairs forward, those of the chosen modes backward.
+a fit in float32 uses; the peers compute full and streaming attention of all heads and mix them
+(``peers.mixtures``). Half of the kv heads stream. Outputs and gradients are compared with the
+first implementation's before a row is printed. Times are medians of queued calls, without the host;
+the backward's is that of both less the forward's. Rates count 4 D FLOP forward and 10 D backward
+for every pair that the work needs: all causal pairs forward, those of the chosen modes backward.
 """
 
 from __future__ import annotations

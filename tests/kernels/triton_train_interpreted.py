@@ -19,7 +19,7 @@ assert os.environ.get("TRITON_INTERPRET") == "1"
 
 # Blocks much smaller than sequences, so that every kind of block occurs; some larger than others.
 PLAIN = Config(16, 16, 4, 1), triton_backward.Config(16, 16, 4, 1, 16, 16, 4, 1, True)
-WIDE = Config(32, 16, 4, 1, pack=2), triton_backward.Config(32, 16, 4, 1, 16, 32, 4, 1)
+WIDE = Config(32, 16, 4, 1, pack=2), triton_backward.Config(32, 16, 4, 1, 16, 32, 4, 1, True)
 DEEP = (
     Config(16, 32, 4, 1, tma=False, split_sums=False),
     triton_backward.Config(16, 32, 4, 1, 32, 16, 4, 1),
@@ -128,8 +128,9 @@ def test_tensors_with_odd_strides():
     check(odd)
 
 
-def test_the_operator_uses_both(monkeypatch):
-    """The registry's "triton" serves both directions where it is named."""
+@pytest.mark.parametrize("kernel", ["triton", "auto"])
+def test_the_operator_uses_both(monkeypatch, kernel):
+    """The registry's "triton" serves both directions where it is named or the device's own."""
     entry = _dispatch._registry["triton"]
     monkeypatch.setitem(
         _dispatch._registry, "triton", _dispatch.replace(entry, devices=("cpu", "cuda"))
@@ -142,10 +143,16 @@ def test_the_operator_uses_both(monkeypatch):
 
     leaves = [x.requires_grad_() for x in inputs(1, rows=40, keys=40, size=16)]
     route = torch.tensor([[0.0, 1.0]], requires_grad=True)
-    found = {}
-    for kernel in ("triton", "cpu"):
+
+    def gradients(kernel):
         out, _ = ops.attention_train(*leaves, route, sink=2, local=9, kernel=kernel)
-        found[kernel] = torch.autograd.grad(out.square().sum(), (*leaves, route))
+        return torch.autograd.grad(out.square().sum(), (*leaves, route))
+
+    expected = gradients("cpu")
+    assert calls == []
+    for name in ("dense", "cpu"):
+        monkeypatch.delitem(_dispatch._registry, name)
+    found = gradients(kernel)
     assert calls == ["forward", "backward"]
-    for one, two in zip(found["triton"], found["cpu"], strict=True):
+    for one, two in zip(found, expected, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
